@@ -1,0 +1,57 @@
+# Which engines are built, and why the others are not. An engine is src/backend/NAME.cpp, or
+# no_NAME.cpp where it cannot be built; the reason ends up in the program's own messages.
+
+set(LOCKSTEP_ENGINE_SRCS "")
+set_property(GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE "")
+
+# lockstep_engine(gloo "" DETAIL) builds it; lockstep_engine(mpi "reason" "") does not.
+function(lockstep_engine name reason detail)
+  string(TOUPPER ${name} upper)
+  if(LOCKSTEP_WITH_${upper} STREQUAL "OFF")
+    set(reason "switched off (LOCKSTEP_WITH_${upper}=OFF)")
+  elseif(reason AND LOCKSTEP_WITH_${upper} STREQUAL "ON")
+    message(FATAL_ERROR "LOCKSTEP_WITH_${upper} is ON, but ${reason}.")
+  endif()
+  if(reason)
+    set_property(GLOBAL APPEND PROPERTY LOCKSTEP_ENGINE_TABLE "  ${name}\tno \t${reason}")
+  else()
+    set_property(GLOBAL APPEND PROPERTY LOCKSTEP_ENGINE_TABLE "  ${name}\tyes\t${detail}")
+  endif()
+  set(LOCKSTEP_NO_${upper} "${reason}" PARENT_SCOPE)
+endfunction()
+
+function(lockstep_print_engines)
+  get_property(table GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE)
+  list(JOIN table "\n" lines)
+  message(STATUS "lockstep ${PROJECT_VERSION} engines:\n${lines}")
+endfunction()
+
+if(LOCKSTEP_TORCH_FREE)
+  return()
+endif()
+
+# LibTorch contains Gloo but not its headers.
+set(reason "")
+find_path(LOCKSTEP_GLOO_INCLUDE_DIR gloo/context.h)
+if(NOT LOCKSTEP_GLOO_INCLUDE_DIR)
+  set(reason "Gloo's headers were not found: install libgloo-dev")
+elseif(NOT EXISTS ${TORCH_INSTALL_PREFIX}/include/torch/csrc/distributed/c10d/ProcessGroupGloo.hpp)
+  set(reason "this LibTorch has no ProcessGroupGloo.hpp: it was built without distributed")
+endif()
+lockstep_engine(gloo "${reason}" "LibTorch's, with headers from ${LOCKSTEP_GLOO_INCLUDE_DIR}")
+if(LOCKSTEP_NO_GLOO)
+  list(APPEND LOCKSTEP_ENGINE_SRCS no_gloo)
+  set_property(SOURCE src/backend/no_gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+               LOCKSTEP_NO_GLOO="${LOCKSTEP_NO_GLOO}")
+else()
+  list(APPEND LOCKSTEP_ENGINE_SRCS gloo)
+  # The header declares nothing without this; LibTorch's own configuration usually sets it too.
+  set_property(SOURCE src/backend/gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS USE_C10D_GLOO)
+  if(NOT LOCKSTEP_GLOO_INCLUDE_DIR IN_LIST CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES)
+    set_property(SOURCE src/backend/gloo.cpp APPEND PROPERTY INCLUDE_DIRECTORIES
+                 ${LOCKSTEP_GLOO_INCLUDE_DIR})
+  endif()
+endif()
+
+lockstep_engine(mpi "lockstep ${PROJECT_VERSION} has no MPI engine" "")
+lockstep_engine(nccl "lockstep ${PROJECT_VERSION} has no NCCL engine" "")

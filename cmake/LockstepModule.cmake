@@ -1,0 +1,97 @@
+# How lockstep's parts become one library.
+#
+# A module is a folder of src/. It may include its own headers, those of its DEPS and the public
+# ones; tests/e2e/check_includes.sh holds every #include against the list this file writes.
+
+file(WRITE ${PROJECT_BINARY_DIR}/modules.txt "")
+
+# Flags of lockstep's own code; nothing here reaches users of the library.
+add_library(lockstep_flags INTERFACE)
+target_compile_features(lockstep_flags INTERFACE cxx_std_20)
+target_include_directories(lockstep_flags INTERFACE ${PROJECT_SOURCE_DIR}/src)
+target_compile_definitions(lockstep_flags INTERFACE LOCKSTEP_VERSION="${PROJECT_VERSION}")
+target_compile_options(lockstep_flags INTERFACE -Wall -Wextra -Wshadow -Wnon-virtual-dtor
+                       $<$<BOOL:${LOCKSTEP_WERROR}>:-Werror>)
+if(LOCKSTEP_SANITIZE)
+  target_compile_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE}
+                         -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  target_link_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE})
+endif()
+target_link_libraries(lockstep_flags INTERFACE fmt::fmt-header-only Threads::Threads)
+
+# One way to compile for every target, so that all of them can share the precompiled header.
+function(lockstep_compile_as_ours target)
+  cmake_parse_arguments(arg "TORCH" "" "" ${ARGN})
+  set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden
+                        VISIBILITY_INLINES_HIDDEN ON CXX_EXTENSIONS OFF)
+  target_compile_options(${target} PRIVATE -fPIC)  # programs too: -fPIE has other precompiled headers
+  target_include_directories(${target} PUBLIC
+                             $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>)
+  target_link_libraries(${target} PRIVATE lockstep_flags)
+  if(arg_TORCH)
+    target_link_libraries(${target} PUBLIC torch PRIVATE nlohmann_json::nlohmann_json)
+    if(LOCKSTEP_PRECOMPILE)
+      if(NOT TARGET lockstep_torch_header)
+        file(WRITE ${PROJECT_BINARY_DIR}/torch_header.cpp "")
+        add_library(lockstep_torch_header OBJECT ${PROJECT_BINARY_DIR}/torch_header.cpp)
+        set(LOCKSTEP_PRECOMPILE OFF)
+        lockstep_compile_as_ours(lockstep_torch_header TORCH)
+        # Not torch/torch.h: its precompiled form takes 7 s to load, this one 3 s.
+        target_precompile_headers(lockstep_torch_header PRIVATE
+                                  <torch/csrc/distributed/c10d/Backend.hpp>)
+      endif()
+      target_precompile_headers(${target} REUSE_FROM lockstep_torch_header)
+    endif()
+  endif()
+endfunction()
+
+# lockstep_module(NAME world [TORCH] SRCS join store ... DEPS base ...)
+function(lockstep_module)
+  cmake_parse_arguments(arg "TORCH" "NAME" "SRCS;DEPS" ${ARGN})
+  list(TRANSFORM arg_SRCS PREPEND ${PROJECT_SOURCE_DIR}/src/${arg_NAME}/)
+  list(TRANSFORM arg_SRCS APPEND .cpp)
+  set(target lockstep_${arg_NAME})
+  add_library(${target} STATIC ${arg_SRCS})
+  if(arg_TORCH)
+    lockstep_compile_as_ours(${target} TORCH)
+  else()
+    lockstep_compile_as_ours(${target})
+  endif()
+  set(dep_targets ${arg_DEPS})
+  list(TRANSFORM dep_targets PREPEND lockstep_)
+  target_link_libraries(${target} PUBLIC ${dep_targets})
+  set_property(GLOBAL APPEND PROPERTY LOCKSTEP_MODULES ${target})
+  string(REPLACE ";" " " deps "${arg_DEPS}")
+  file(APPEND ${PROJECT_BINARY_DIR}/modules.txt "${arg_NAME}: ${deps}\n")
+endfunction()
+
+# The library that users link, made of all modules, and its installation.
+function(lockstep_library)
+  get_property(modules GLOBAL PROPERTY LOCKSTEP_MODULES)
+  list(TRANSFORM modules REPLACE "(.+)" "$<TARGET_OBJECTS:\\1>" OUTPUT_VARIABLE objects)
+  add_library(lockstep ${objects})
+  add_library(lockstep::lockstep ALIAS lockstep)
+  set_target_properties(lockstep PROPERTIES LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION}
+                        SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  target_compile_features(lockstep PUBLIC cxx_std_20)
+  target_include_directories(lockstep PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+                             $<INSTALL_INTERFACE:include>)
+  # By name, not by path: the exported target asks find_package(Torch) where LibTorch is.
+  target_link_libraries(lockstep PUBLIC torch Threads::Threads)
+
+  include(GNUInstallDirs)
+  include(CMakePackageConfigHelpers)
+  set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/lockstep)
+  install(TARGETS lockstep EXPORT lockstep)
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
+          FILES_MATCHING PATTERN "*.h")
+  install(EXPORT lockstep NAMESPACE lockstep:: FILE lockstepTargets.cmake DESTINATION ${package_dir})
+  configure_package_config_file(cmake/lockstepConfig.cmake.in
+                                ${PROJECT_BINARY_DIR}/lockstepConfig.cmake
+                                INSTALL_DESTINATION ${package_dir})
+  write_basic_package_version_file(${PROJECT_BINARY_DIR}/lockstepConfigVersion.cmake
+                                   COMPATIBILITY SameMinorVersion)
+  install(FILES ${PROJECT_BINARY_DIR}/lockstepConfig.cmake
+                ${PROJECT_BINARY_DIR}/lockstepConfigVersion.cmake
+                ${PROJECT_SOURCE_DIR}/cmake/LockstepTorch.cmake DESTINATION ${package_dir})
+endfunction()

@@ -1,0 +1,53 @@
+// Engines: what moves bytes between ranks. Each is a c10d::Backend, chosen by name from one table.
+//
+// Programs rarely need this header: World::join() chooses an engine, world.backend() is it.
+#pragma once
+
+#include <lockstep/export.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// One process of a world, as all ranks know it.
+struct Member {
+  int rank = 0;
+  std::string host = {};  // its name, for people
+  std::string host_id =
+      {};  // equal if and only if two members can share memory and see each other's pids
+  int pid = 0;
+  std::uint64_t start_time = 0;  // with pid: the process, even after the pid is used again
+  int local_rank = 0;
+};
+
+// What an engine is given to connect the ranks of a world.
+struct EngineContext {
+  int rank = 0;
+  std::vector<Member> members;            // by rank
+  c10::intrusive_ptr<c10d::Store> store;  // the engine's own part of the world's store
+  std::chrono::milliseconds timeout{};    // of every operation
+  std::string master_address;             // a host that all hosts reach; empty if not needed
+
+  int size() const { return static_cast<int>(members.size()); }
+  bool is_one_host() const;
+};
+
+struct EngineInfo {
+  std::string name;
+  std::string unavailable;  // why it cannot be used in this build; empty if it can
+};
+
+// All engines that lockstep knows, in the order in which `auto` prefers them.
+LOCKSTEP_API std::vector<EngineInfo> engines();
+
+// Connects all ranks; collective.
+// Throws: UsageError if there is no engine of that name in this build, or what the engine throws.
+LOCKSTEP_API c10::intrusive_ptr<c10d::Backend> make_engine(const std::string& name,
+                                                           const EngineContext& context);
+
+}  // namespace lockstep

@@ -1,0 +1,23 @@
+// The engines of this build: for each, whether it can be used, and how it connects the ranks.
+//
+// An engine that cannot be built is a no_NAME.cpp in place of its NAME.cpp (LockstepEngines.cmake).
+#pragma once
+
+#include <lockstep/backend.h>
+
+#include <string>
+
+namespace lockstep {
+
+using Backend = c10::intrusive_ptr<c10d::Backend>;
+
+// A world of one: every collective is a copy.
+Backend make_solo(const EngineContext& context);
+
+std::string why_no_gloo();  // empty if there is Gloo
+Backend make_gloo(const EngineContext& context);
+
+// Throws UsageError: the engine is not in this build.
+[[noreturn]] void throw_not_built(int rank, const std::string& name, const std::string& reason);
+
+}  // namespace lockstep

@@ -1,0 +1,51 @@
+// The heading of every error: rank, host, process, step and operation, as far as they are known.
+
+#include <lockstep/error.h>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include "base/posix.h"
+
+namespace lockstep {
+namespace {
+
+std::string with_heading(const ErrorPlace& place, const std::string& message) {
+  std::string text = "lockstep error";
+  if (place.rank >= 0) text += fmt::format(" on rank {}", place.rank);
+  text += fmt::format(" (host {}, pid {})", host_name(), ::getpid());
+  if (place.step >= 0) text += fmt::format(", step {}", place.step);
+  if (!place.operation.empty()) text += ", " + place.operation;
+  text += ":\n  ";
+  for (const char c : message) {
+    text += c;
+    if (c == '\n') text += "  ";
+  }
+  return text;
+}
+
+}  // namespace
+
+Error::Error(ErrorKind kind, ErrorPlace place, std::string message)
+    : std::runtime_error(with_heading(place, message)),
+      kind_(kind),
+      place_(std::move(place)),
+      message_(std::move(message)) {}
+
+void throw_error(ErrorKind kind, ErrorPlace place, std::string message) {
+  switch (kind) {
+    case ErrorKind::kUsage:
+      throw UsageError(std::move(place), std::move(message));
+    case ErrorKind::kMismatch:
+      throw MismatchError(std::move(place), std::move(message));
+    case ErrorKind::kPeerLost:
+      throw PeerLostError(std::move(place), std::move(message));
+    case ErrorKind::kTimeout:
+      throw TimeoutError(std::move(place), std::move(message));
+    case ErrorKind::kSystem:
+      break;
+  }
+  throw SystemError(std::move(place), 0, std::move(message));
+}
+
+}  // namespace lockstep

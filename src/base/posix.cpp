@@ -1,0 +1,61 @@
+#include "base/posix.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+namespace lockstep {
+
+void Fd::reset() noexcept {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+void throw_errno(std::string_view what, std::string_view action) {
+  const int code = errno;
+  throw SystemError({}, code, fmt::format("{}: {}.\n{}", what, std::strerror(code), action));
+}
+
+Pipe make_pipe() {
+  std::array<int, 2> ends{};
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
+    throw_errno("cannot make a pipe", "Raise the limit on open files (ulimit -n).");
+  }
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+Fd make_memfd(const std::string& name) {
+  Fd fd(::memfd_create(name.c_str(), MFD_CLOEXEC));
+  if (!fd) throw_errno("cannot make a memory file", "Raise the limit on open files (ulimit -n).");
+  return fd;
+}
+
+Fd duplicate(int fd) {
+  Fd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!copy) {
+    throw_errno(fmt::format("cannot duplicate descriptor {}", fd),
+                "It must be open in this process, and below the limit on open files (ulimit -n).");
+  }
+  return copy;
+}
+
+std::string host_name() {
+  std::array<char, HOST_NAME_MAX + 1> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+std::string read_small_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+}  // namespace lockstep

@@ -1,0 +1,50 @@
+// POSIX handles: a descriptor that closes itself, and system calls that throw SystemError.
+//
+// Threading: free functions are safe from any thread; an Fd belongs to one owner.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace lockstep {
+
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Fd() { reset(); }
+
+  int get() const noexcept { return fd_; }
+  explicit operator bool() const noexcept { return fd_ >= 0; }
+  void reset() noexcept;
+  int release() noexcept { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_ = -1;
+};
+
+struct Pipe {
+  Fd read_end;
+  Fd write_end;
+};
+
+// Throws SystemError with errno: "<what>: <strerror>. <action>".
+[[noreturn]] void throw_errno(std::string_view what, std::string_view action);
+
+// All descriptors made here are closed on exec, unless a Command passes them on (process.h).
+Pipe make_pipe();
+Fd make_memfd(const std::string& name);
+Fd duplicate(int fd);
+
+std::string host_name();
+
+// The whole of a small file such as one in /proc; empty if it cannot be read.
+std::string read_small_file(const std::string& path);
+
+}  // namespace lockstep

@@ -1,0 +1,55 @@
+// Processes: start one by fork + exec, name one so that a reused pid is not mistaken, see it end.
+//
+// Threading: safe from any thread. Only async-signal-safe calls happen between fork and exec.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// A process of this host: the kernel reuses pids, but not together with the time of the start.
+struct ProcessId {
+  pid_t pid = 0;
+  std::uint64_t start_time = 0;  // clock ticks since boot, from /proc/<pid>/stat
+  bool operator==(const ProcessId&) const = default;
+};
+
+ProcessId this_process();
+
+// The process that now has `pid`; start_time is 0 if there is none.
+ProcessId find_process(pid_t pid);
+
+// False once the process has ended, even while nobody has waited for it.
+bool is_alive(const ProcessId& process);
+
+pid_t parent_of(pid_t pid);
+
+// How a process ended.
+struct ExitStatus {
+  int code = 0;
+  int signal = 0;  // 0: it exited by itself
+
+  static ExitStatus from_wait(int wait_status);
+  bool is_ok() const { return code == 0 && signal == 0; }
+  std::string text() const;  // "exited with code 3", "was killed by signal 9 (Killed)"
+};
+
+struct Command {
+  std::vector<std::string> arguments = {};            // the program first; searched for in PATH
+  std::map<std::string, std::string> variables = {};  // set over this process's environment
+  std::vector<std::string> removed_variables = {};
+  std::vector<int> inherited_fds = {};  // keep their numbers
+  int stdout_fd = -1;                   // -1: this process's
+  int stderr_fd = -1;
+};
+
+// Starts the command in a process group of its own; it is killed if this process dies.
+// Throws SystemError if the program cannot be started, with its name and the reason.
+pid_t spawn(const Command& command);
+
+}  // namespace lockstep

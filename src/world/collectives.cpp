@@ -1,0 +1,166 @@
+// The collectives with plain names: each checks its arguments, makes tensors dense for the engine,
+// waits, and turns what the engine throws into an error that names operation and rank.
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/error.h>
+#include <lockstep/world.h>
+
+#include <functional>
+
+#include "world/state.h"
+#include "world/translate.h"
+
+namespace lockstep {
+namespace {
+
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+std::string describe_tensor(const at::Tensor& tensor) {
+  return fmt::format("{}[{}], {} bytes", c10::toString(tensor.scalar_type()),
+                     fmt::join(tensor.sizes(), ", "), tensor.nbytes());
+}
+
+void check_dense(const at::Tensor& tensor, int rank, const char* operation) {
+  if (tensor.defined() && tensor.layout() == at::kStrided) return;
+  throw UsageError({.rank = rank, .operation = operation},
+                   fmt::format("{} was given {}.\nGive it a dense tensor.", operation,
+                               tensor.defined() ? "a sparse tensor" : "an undefined tensor"));
+}
+
+void wait_for(const std::vector<Member>& members, int rank, const char* operation,
+              const std::string& subject, const std::function<Work()>& start) {
+  try {
+    start()->wait();
+  } catch (...) {
+    rethrow_translated(std::current_exception(), members, rank, operation, subject);
+  }
+}
+
+}  // namespace
+
+void World::barrier() const {
+  wait_for(members(), rank(), "barrier", "all ranks", [&] { return backend()->barrier(); });
+}
+
+at::Tensor World::all_reduce(const at::Tensor& tensor, const ReduceOp& op) const {
+  check_dense(tensor, rank(), "all_reduce");
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> dense = {tensor.contiguous()};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  wait_for(members(), rank(), "all_reduce", describe_tensor(tensor),
+           [&] { return backend()->allreduce(dense, options); });
+  if (!dense[0].is_same(tensor)) tensor.copy_(dense[0]);
+  return tensor;
+}
+
+at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
+  check_dense(tensor, rank(), "broadcast");
+  if (root < 0 || root >= size()) {
+    throw UsageError({.rank = rank(), .operation = "broadcast"},
+                     fmt::format("broadcast was given root {} in a world of {}.\n"
+                                 "Give a rank from 0 to {}.",
+                                 root, size(), size() - 1));
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> dense = {tensor.contiguous()};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  wait_for(members(), rank(), "broadcast", describe_tensor(tensor),
+           [&] { return backend()->broadcast(dense, options); });
+  if (!dense[0].is_same(tensor)) tensor.copy_(dense[0]);
+  return tensor;
+}
+
+at::Tensor World::all_gather(const at::Tensor& tensor) const {
+  check_dense(tensor, rank(), "all_gather");
+  const at::NoGradGuard no_grad;
+  at::Tensor input = tensor.detach().contiguous().view(-1);  // flat: engines differ about shapes
+  at::Tensor output = at::empty({size() * input.numel()}, input.options());
+  wait_for(members(), rank(), "all_gather", describe_tensor(tensor),
+           [&] { return backend()->_allgather_base(output, input); });
+  std::vector<std::int64_t> sizes = tensor.sizes().vec();
+  sizes.insert(sizes.begin(), size());
+  return output.view(sizes);
+}
+
+at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) const {
+  check_dense(tensor, rank(), "reduce_scatter");
+  if (tensor.dim() == 0 || tensor.size(0) != size()) {
+    throw UsageError({.rank = rank(), .operation = "reduce_scatter"},
+                     fmt::format("reduce_scatter was given {}, whose first dimension is not the "
+                                 "{} ranks of this world.\nGive one part per rank.",
+                                 describe_tensor(tensor), size()));
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor input = tensor.detach().contiguous().view(-1);
+  at::Tensor output = at::empty({input.numel() / size()}, input.options());
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  wait_for(members(), rank(), "reduce_scatter", describe_tensor(tensor),
+           [&] { return backend()->_reduce_scatter_base(output, input, options); });
+  return output.view(tensor.sizes().slice(1));
+}
+
+// Two broadcasts: what kind of answer and how long it is, then the answer's bytes.
+std::string World::share_from_rank0(std::string answer, std::exception_ptr failure) const {
+  constexpr std::int64_t kAnswer = -1;  // else the bytes are a message, and this is its ErrorKind
+  std::int64_t kind = kAnswer;
+  if (failure) {
+    try {
+      std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      kind = static_cast<std::int64_t>(error.kind());
+      answer = error.message();
+    } catch (const std::exception& error) {
+      kind = static_cast<std::int64_t>(ErrorKind::kUsage);
+      answer = error.what();
+    } catch (...) {
+      kind = static_cast<std::int64_t>(ErrorKind::kUsage);
+      answer = "an exception that is not a std::exception";
+    }
+  }
+  const at::Tensor header =
+      at::tensor({kind, static_cast<std::int64_t>(answer.size())}, at::TensorOptions(at::kLong));
+  broadcast(header);
+  kind = header[0].item<std::int64_t>();
+  answer.resize(static_cast<std::size_t>(header[1].item<std::int64_t>()));
+  if (!answer.empty()) {
+    broadcast(at::from_blob(answer.data(), {static_cast<std::int64_t>(answer.size())}, at::kByte));
+  }
+  if (failure) std::rethrow_exception(failure);
+  if (kind != kAnswer) {
+    throw_error(static_cast<ErrorKind>(kind), {.rank = rank(), .peer = 0, .operation = "on_rank0"},
+                "Because rank 0: " + answer);
+  }
+  return answer;
+}
+
+namespace detail {
+
+// The type, the number of dimensions and the sizes, as 64-bit numbers; then the elements.
+std::string pack(const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.detach().cpu().contiguous();
+  std::vector<std::int64_t> header = {static_cast<std::int64_t>(dense.scalar_type()), dense.dim()};
+  header.insert(header.end(), dense.sizes().begin(), dense.sizes().end());
+  return pack(header) +
+         std::string(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
+}
+
+at::Tensor unpack_tensor(std::string_view bytes) {
+  const auto number = [&](std::size_t index) {
+    return unpack<std::int64_t>(bytes.substr(index * sizeof(std::int64_t), sizeof(std::int64_t)));
+  };
+  const auto num_dims = static_cast<std::size_t>(number(1));
+  std::vector<std::int64_t> sizes;
+  for (std::size_t i = 0; i < num_dims; ++i) sizes.push_back(number(2 + i));
+  at::Tensor tensor = at::empty(sizes, static_cast<at::ScalarType>(number(0)));
+  bytes.remove_prefix((2 + num_dims) * sizeof(std::int64_t));
+  std::memcpy(tensor.mutable_data_ptr(), bytes.data(), tensor.nbytes());
+  return tensor;
+}
+
+}  // namespace detail
+}  // namespace lockstep

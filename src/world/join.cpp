@@ -1,0 +1,102 @@
+// World::join: from the variables of a launcher to an engine that connects all ranks.
+
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <lockstep/world.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <set>
+
+#include "base/env.h"
+#include "base/log.h"
+#include "world/environment.h"
+#include "world/meeting.h"
+#include "world/state.h"
+#include "world/store.h"
+#include "world/translate.h"
+
+namespace lockstep {
+namespace {
+
+void check(const JoinOptions& options) {
+  const auto refuse = [](const std::string& message) {
+    throw UsageError({.operation = "join"}, message);
+  };
+  if (options.timeout.count() <= 0 || options.join_timeout.count() <= 0) {
+    refuse(fmt::format("JoinOptions has timeout {} ms and join_timeout {} ms.\nMake both positive.",
+                       options.timeout.count(), options.join_timeout.count()));
+  }
+  if (options.rank.has_value() != options.size.has_value() ||
+      options.rank.has_value() != static_cast<bool>(options.store)) {
+    refuse(
+        "JoinOptions has some of rank, size and store, but not all three.\n"
+        "Give all of them, or none and start the program with a launcher.");
+  }
+  if (options.rank && (*options.size < 1 || *options.rank < 0 || *options.rank >= *options.size)) {
+    refuse(fmt::format("JoinOptions has rank {} of size {}.\nRanks are 0 to size - 1.",
+                       *options.rank, *options.size));
+  }
+}
+
+Placement placement_from(const JoinOptions& options, const Environment& environment) {
+  if (!options.rank) return read_placement(environment);
+  Placement placement;
+  placement.rank = *options.rank;
+  placement.size = *options.size;
+  placement.launcher = "the program itself";
+  return placement;
+}
+
+std::string master_address(const Placement& placement) {
+  const auto* tcp = std::get_if<TcpAddress>(&placement.store);
+  return tcp == nullptr ? std::string() : tcp->host;
+}
+
+void announce(const EngineContext& context, const Placement& placement, const std::string& engine) {
+  if (context.rank != 0 || context.size() == 1) return;
+  std::set<std::string> hosts;
+  for (const Member& member : context.members) hosts.insert(member.host_id);
+  Log(0).info("{} ranks on {} host{}, started by {}; engine: {}", context.size(), hosts.size(),
+              hosts.size() == 1 ? "" : "s", placement.launcher, engine);
+}
+
+}  // namespace
+
+World World::join(const JoinOptions& options) {
+  check(options);
+  const Environment environment = Environment::of_process();
+  const Placement placement = placement_from(options, environment);
+  const OpenStore open = options.store ? OpenStore{options.store, "the program's own store", [] {}}
+                                       : open_store(placement, options.join_timeout);
+  const std::string engine = options.engine == "auto"
+                                 ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
+                                 : options.engine;
+  const Meeting meeting = meet(open, placement, engine, options.join_timeout);
+
+  auto state = std::make_shared<State>();
+  state->rank = placement.rank;
+  state->members = meeting.members;
+  state->local_size = static_cast<int>(std::ranges::count(
+      meeting.members, state->self().host_id, [](const Member& member) { return member.host_id; }));
+  state->timeout = options.timeout;
+  state->store = c10::make_intrusive<c10d::PrefixStore>(meeting.key_prefix + "/user", open.store);
+
+  EngineContext context;
+  context.rank = placement.rank;
+  context.members = meeting.members;
+  context.store =
+      c10::make_intrusive<c10d::PrefixStore>(meeting.key_prefix + "/engine", open.store);
+  context.timeout = options.timeout;
+  context.master_address = master_address(placement);
+  try {
+    state->backend = make_engine(engine, context);
+  } catch (...) {
+    rethrow_translated(std::current_exception(), state->members, placement.rank, "join",
+                       fmt::format("the engine '{}'", engine));
+  }
+  announce(context, placement, state->backend->getBackendName());
+  return World(std::move(state));
+}
+
+}  // namespace lockstep

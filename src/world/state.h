@@ -1,0 +1,23 @@
+// What a World holds; shared by its copies, constant after joining.
+#pragma once
+
+#include <lockstep/world.h>
+
+#include <chrono>
+#include <vector>
+
+namespace lockstep {
+
+struct World::State {
+  int rank = 0;
+  int local_size = 1;
+  std::vector<Member> members;  // by rank
+  std::chrono::milliseconds timeout{};
+  c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<c10d::Backend> backend;  // last: it goes before the store that it uses
+
+  const Member& self() const { return members[static_cast<std::size_t>(rank)]; }
+  int size() const { return static_cast<int>(members.size()); }
+};
+
+}  // namespace lockstep

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Configuring: engines that are off or missing are in the table with a reason, and ON insists.
+source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
+
+configure=(cmake -G Ninja -S . -B "$work/build" -DLOCKSTEP_BUILD_TESTS=OFF -DLOCKSTEP_BUILD_BENCH=OFF
+  -DLOCKSTEP_BUILD_EXAMPLES=OFF)
+expect "switched off (LOCKSTEP_WITH_GLOO=OFF)" "${configure[@]}" -DLOCKSTEP_WITH_GLOO=OFF
+expect "install libgloo-dev" "${configure[@]}" -DLOCKSTEP_WITH_GLOO=AUTO -DLOCKSTEP_GLOO_INCLUDE_DIR=
+refuse "LOCKSTEP_WITH_GLOO is ON, but Gloo's headers were not found" \
+  "${configure[@]}" -DLOCKSTEP_WITH_GLOO=ON -DLOCKSTEP_GLOO_INCLUDE_DIR=
+refuse "there is no LibTorch there" env LOCKSTEP_TORCH="$work" "${configure[@]}" --fresh
+
+# The build goes on without it, and says at run time why there is none.
+rm -rf "$work/build"
+"${configure[@]}" -DLOCKSTEP_WITH_GLOO=OFF -DCMAKE_BUILD_TYPE=Debug >/dev/null
+ninja -C "$work/build" CMakeFiles/lockstep_backend.dir/src/backend/no_gloo.cpp.o >"$work/log" ||
+  die "$(cat "$work/log")"

@@ -1,0 +1,39 @@
+# Sourced by the e2e tests: strict mode, a folder of their own that is removed at the end, helpers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+repo=$PWD
+build=${1:-$repo/build/release}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# The LibTorch that lockstep was built with.
+LOCKSTEP_TORCH=$(sed -n 's|^Torch_DIR:PATH=\(.*\)/share/cmake/Torch$|\1|p' "$build/CMakeCache.txt")
+export LOCKSTEP_TORCH
+# As tests run as root in containers and on few cores.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
+  OMPI_MCA_hwloc_base_binding_policy=none OMP_NUM_THREADS=1
+
+die() {
+  printf 'FAILED: %s\n' "$*" >&2
+  exit 1
+}
+
+# expect TEXT COMMAND...: the command succeeds and prints TEXT.
+expect() {
+  local text=$1 output
+  shift
+  output=$("$@" 2>&1) || die "'$*' ended with $?:"$'\n'"$output"
+  grep -qF -- "$text" <<<"$output" || die "'$*' did not print '$text' but:"$'\n'"$output"
+}
+
+# refuse TEXT COMMAND...: the command fails and prints TEXT.
+refuse() {
+  local text=$1 output
+  shift
+  output=$("$@" 2>&1) && die "'$*' succeeded:"$'\n'"$output"
+  grep -qF -- "$text" <<<"$output" || die "'$*' did not print '$text' but:"$'\n'"$output"
+}
+
+# fenced FILE LANGUAGE: the contents of all ```LANGUAGE blocks of a Markdown file.
+fenced() {
+  awk -v fence="\`\`\`$2" '$0 == fence { inside = 1; next } /^```/ { inside = 0 } inside' "$1"
+}

@@ -1,0 +1,295 @@
+// Joining a world: by every kind of store, again, and with everything that can be wrong.
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <lockstep/lockstep.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <filesystem>
+#include <iostream>
+
+#include "base/posix.h"
+#include "support/run_ranks.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using test::all_passed;
+using test::run_ranks;
+
+constexpr auto kBound = seconds(20);  // generous: these machines are busy
+
+int free_port() {
+  const Fd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length);
+  ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &length);
+  return ntohs(address.sin_port);
+}
+
+void expect_sum_over(const World& world) {
+  const auto sum = world.all_reduce(at::full({3}, world.rank() + 1.0));
+  EXPECT_EQ(sum[0].item<double>(), world.size() * (world.size() + 1) / 2.0);
+}
+
+TEST(Join, AloneEverythingWorks) {
+  const World world = World::join();
+  EXPECT_EQ(world.rank(), 0);
+  EXPECT_EQ(world.size(), 1);
+  EXPECT_EQ(world.local_rank(), 0);
+  EXPECT_EQ(world.local_size(), 1);
+  EXPECT_EQ(world.host(), host_name());
+  EXPECT_EQ(world.backend()->getBackendName(), "solo");
+  world.barrier();
+  expect_sum_over(world);
+  world.store()->set("key", "value");
+  EXPECT_EQ(world.store()->get_to_str("key"), "value");
+  EXPECT_EQ(world.on_rank0([] { return 7; }), 7);
+}
+
+TEST(Join, UnderLockstepsVariables) {
+  EXPECT_TRUE(all_passed(run_ranks(3, [](int rank) {
+    const World world = World::join();
+    EXPECT_EQ(world.rank(), rank);
+    EXPECT_EQ(world.size(), 3);
+    EXPECT_EQ(world.local_rank(), rank);
+    EXPECT_EQ(world.local_size(), 3);
+    EXPECT_EQ(world.members()[2].rank, 2);
+    EXPECT_EQ(world.members()[static_cast<std::size_t>(rank)].pid, ::getpid());
+    expect_sum_over(world);
+  })));
+}
+
+TEST(Join, UnderTorchrunsVariables) {
+  const std::string port = std::to_string(free_port());
+  EXPECT_TRUE(all_passed(run_ranks(
+      2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); },
+      {.has_place = false,
+       .variables = {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}},
+       .rank_variables = [](int rank) {
+         return std::map<std::string, std::string>{{"RANK", std::to_string(rank)}};
+       }})));
+}
+
+std::size_t num_meeting_files() {
+  std::size_t count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(testing::TempDir())) {
+    if (entry.path().filename().string().starts_with("lockstep-")) ++count;
+  }
+  return count;
+}
+
+TEST(Join, UnderMpisVariablesOnOneHostLeavesNoFile) {
+  const std::size_t before = num_meeting_files();
+  const auto results = run_ranks(
+      2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); },
+      {.has_place = false,
+       .variables = {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", testing::TempDir()}},
+       .rank_variables = [](int rank) {
+         return std::map<std::string, std::string>{{"PMI_RANK", std::to_string(rank)}};
+       }});
+  EXPECT_TRUE(all_passed(results));
+  EXPECT_EQ(num_meeting_files(), before);
+}
+
+TEST(Join, WithTheProgramsOwnStore) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  const World world = World::join({.rank = 0, .size = 1, .store = store});
+  expect_sum_over(world);
+  EXPECT_THROW(World::join({.rank = 0}), UsageError);
+  EXPECT_THROW(World::join({.rank = 1, .size = 1, .store = store}), UsageError);
+}
+
+TEST(Join, AgainInTheSameProcesses) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int) {
+    for (int i = 0; i < 3; ++i) expect_sum_over(World::join());
+    const World one = World::join();
+    const World two = World::join();  // two at once
+    expect_sum_over(two);
+    expect_sum_over(one);
+  })));
+}
+
+// What each rank's join threw.
+template <typename Expected>
+void expect_join_error(const JoinOptions& options, std::initializer_list<std::string> parts) {
+  try {
+    World::join(options);
+    ADD_FAILURE() << "joined";
+  } catch (const Expected& error) {
+    std::cout << error.what() << std::endl;
+    for (const std::string& part : parts) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part;
+    }
+  }
+}
+
+TEST(Join, ARankThatNeverComesIsNamedByAll) {
+  const auto results = run_ranks(3,
+                                 [](int rank) {
+                                   if (rank == 1) return;
+                                   expect_join_error<TimeoutError>(
+                                       {.join_timeout = milliseconds(500)},
+                                       {"2 of 3 ranks have come (0, 2); missing: rank 1"});
+                                 },
+                                 {.deadline = kBound});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, WithoutRank0) {
+  const auto results =
+      run_ranks(2,
+                [](int rank) {
+                  if (rank == 0) return;
+                  expect_join_error<TimeoutError>({.join_timeout = milliseconds(500)},
+                                                  {"missing: rank 0", "on rank 1"});
+                },
+                {.deadline = kBound});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, TwoProcessesWithOneRank) {
+  // Which of the two comes second is chance; that one throws, and rank 0 and the other hear of it.
+  const auto results = run_ranks(3,
+                                 [](int) {
+                                   expect_join_error<MismatchError>(
+                                       {.join_timeout = seconds(10)},
+                                       {"Two processes have rank 1", "rank of its own"});
+                                 },
+                                 {.deadline = kBound, .rank_variables = [](int rank) {
+                                    return std::map<std::string, std::string>{
+                                        {"RANK", rank == 2 ? "1" : std::to_string(rank)}};
+                                  }});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, SizesThatDisagreeShowBothSides) {
+  const auto results = run_ranks(
+      2,
+      [](int) {
+        expect_join_error<MismatchError>({.join_timeout = seconds(10)},
+                                         {"The size of the world is", "2 for", "3 for"});
+      },
+      {.deadline = kBound, .rank_variables = [](int rank) {
+         return std::map<std::string, std::string>{{"WORLD_SIZE", std::to_string(rank + 2)}};
+       }});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, EnginesThatDisagreeShowBothSides) {
+  const auto results =
+      run_ranks(2,
+                [](int rank) {
+                  expect_join_error<MismatchError>(
+                      {.engine = rank == 0 ? "gloo" : "auto", .join_timeout = seconds(10)},
+                      {"Rank 0 has the engine 'gloo', rank 1 (host", "has 'auto'"});
+                },
+                {.deadline = kBound});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, ARankThatDiesWhileJoining) {
+  test::Ranks ranks(
+      3,
+      [](int rank) {
+        if (rank == 1) {  // comes and dies; rank 2 comes late, so that the others still wait
+          std::thread([] {
+            std::this_thread::sleep_for(milliseconds(500));
+            ::_exit(3);
+          }).detach();
+        }
+        if (rank == 2) return;
+        expect_join_error<PeerLostError>({.join_timeout = seconds(15)},
+                                         {"rank 1 (host", "ended while the others were"});
+      },
+      {.deadline = kBound});
+  const auto results = ranks.wait();
+  EXPECT_TRUE(results[0].status.is_ok()) << test::show(results);
+  EXPECT_EQ(results[1].status.code, 3);
+}
+
+TEST(Join, AnEngineThatDoesNotExist) {
+  expect_join_error<UsageError>({.engine = "pigeon"},
+                                {"There is no engine 'pigeon'", "auto, solo, gloo"});
+}
+
+TEST(Join, TheEngineOfTheEnvironment) {
+  ::setenv("LOCKSTEP_ENGINE", "gloo", 1);
+  EXPECT_EQ(World::join().backend()->getBackendName(), "gloo");
+  ::setenv("LOCKSTEP_ENGINE", "pigeon", 1);
+  EXPECT_THROW(World::join(), UsageError);
+  ::unsetenv("LOCKSTEP_ENGINE");
+}
+
+TEST(Join, NobodyServesTheStore) {
+  const std::string port = std::to_string(free_port());
+  const auto results = run_ranks(1,
+                                 [](int) {
+                                   expect_join_error<TimeoutError>(
+                                       {.join_timeout = seconds(1)},
+                                       {"no answer from the store at 127.0.0.1:", "rank 0"});
+                                 },
+                                 {.deadline = kBound,
+                                  .has_place = false,
+                                  .variables = {{"RANK", "1"},
+                                                {"WORLD_SIZE", "2"},
+                                                {"MASTER_ADDR", "127.0.0.1"},
+                                                {"MASTER_PORT", port}}});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, APortInUse) {
+  const Fd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  ASSERT_EQ(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(socket.get(), 1), 0);
+  ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &length);
+  const std::string port = std::to_string(ntohs(address.sin_port));
+  const auto results =
+      run_ranks(1,
+                [](int) {
+                  expect_join_error<SystemError>({}, {"rank 0 cannot listen on 127.0.0.1:",
+                                                      "Address already in use", "set MASTER_PORT"});
+                },
+                {.deadline = kBound,
+                 .has_place = false,
+                 .variables = {{"RANK", "0"},
+                               {"WORLD_SIZE", "2"},
+                               {"MASTER_ADDR", "127.0.0.1"},
+                               {"MASTER_PORT", port}}});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, HalfASetOfVariables) {
+  const auto results = run_ranks(
+      1, [](int) { expect_join_error<UsageError>({}, {"WORLD_SIZE is not set, but RANK=1 is"}); },
+      {.has_place = false, .variables = {{"RANK", "1"}}});
+  EXPECT_TRUE(all_passed(results));
+}
+
+TEST(Join, ADescriptorThatIsNotOpen) {
+  const auto results =
+      run_ranks(1,
+                [](int) {
+                  expect_join_error<SystemError>({}, {"descriptor 999", "Bad file descriptor"});
+                },
+                {.variables = {}, .rank_variables = [](int) {
+                   return std::map<std::string, std::string>{{"WORLD_SIZE", "2"},
+                                                             {"LOCKSTEP_STORE", "fd:999"}};
+                 }});
+  EXPECT_TRUE(all_passed(results));
+}
+
+}  // namespace
+}  // namespace lockstep

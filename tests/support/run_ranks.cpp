@@ -1,0 +1,184 @@
+#include "support/run_ranks.h"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <iostream>
+#include <stdexcept>
+
+#include "base/posix.h"
+#include "launch/rank_command.h"
+
+namespace lockstep::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kRankVariable = "LOCKSTEP_TEST_RANK";
+
+std::string current_test() {
+  const testing::TestInfo* info = testing::UnitTest::GetInstance()->current_test_info();
+  return fmt::format("{}.{}", info->test_suite_name(), info->name());
+}
+
+// In a rank: runs the body instead of returning to the test.
+[[noreturn]] void be_rank(int rank, const RankBody& body) {
+  int code = 0;
+  try {
+    body(rank);
+    if (testing::Test::HasFailure()) code = 1;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    code = 2;
+  }
+  std::cout.flush();
+  std::exit(code);
+}
+
+struct Child {
+  pid_t pid = 0;
+  Fd output;
+  bool has_ended = false;
+  RankResult result;
+};
+
+}  // namespace
+
+struct Ranks::Impl {
+  std::vector<Child> children;
+  Clock::time_point start = Clock::now();
+  Clock::time_point deadline;
+
+  // Reads what is there, waits a moment if nothing is, and collects ranks that have ended.
+  void pump() {
+    std::vector<pollfd> fds;
+    for (const Child& child : children) fds.push_back({child.output.get(), POLLIN, 0});
+    ::poll(fds.data(), fds.size(), 10);  // milliseconds; a closed one is negative and is skipped
+    for (std::size_t i = 0; i < children.size(); ++i) {
+      if ((fds[i].revents & (POLLIN | POLLHUP)) != 0) read_from(children[i]);
+      reap(children[i]);
+    }
+    if (Clock::now() < deadline) return;
+    for (Child& child : children) {
+      if (child.has_ended) continue;
+      child.result.was_late = true;
+      ::kill(-child.pid, SIGKILL);
+    }
+  }
+
+  static void read_from(Child& child) {
+    char buffer[4096];
+    const ssize_t count = ::read(child.output.get(), buffer, sizeof buffer);
+    if (count > 0) child.result.output.append(buffer, static_cast<std::size_t>(count));
+    if (count == 0) child.output.reset();
+  }
+
+  void reap(Child& child) const {
+    int status = 0;
+    if (child.has_ended || ::waitpid(child.pid, &status, WNOHANG) != child.pid) return;
+    child.has_ended = true;
+    child.result.status = ExitStatus::from_wait(status);
+    child.result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  }
+
+  bool is_running() const {
+    for (const Child& child : children) {
+      if (!child.has_ended || child.output) return true;
+    }
+    return false;
+  }
+};
+
+Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
+    : impl_(std::make_unique<Impl>()) {
+  if (const char* rank = std::getenv(kRankVariable)) be_rank(std::atoi(rank), body);
+  const Fd store = make_memfd("lockstep-test-store");
+  impl_->deadline = impl_->start + options.deadline;
+  for (int rank = 0; rank < size; ++rank) {
+    Pipe pipe = make_pipe();
+    const std::vector<std::string> self = {"/proc/self/exe", "--gtest_filter=" + current_test(),
+                                           "--gtest_brief=1"};
+    Command command;
+    if (options.has_place) {
+      command = rank_command(self, rank, size, store.get());
+    } else {
+      command.arguments = self;
+    }
+    for (const auto& [name, value] : options.variables) command.variables[name] = value;
+    command.variables[kRankVariable] = std::to_string(rank);
+    // Ranks share the machine's few cores: one thread each, as a launcher would set it.
+    command.variables.emplace("OMP_NUM_THREADS", "1");
+    if (options.rank_variables) {
+      for (const auto& [name, value] : options.rank_variables(rank)) {
+        command.variables[name] = value;
+      }
+    }
+    command.stdout_fd = command.stderr_fd = pipe.write_end.get();
+    Child child;
+    child.pid = spawn(command);
+    child.output = std::move(pipe.read_end);
+    impl_->children.push_back(std::move(child));
+  }
+}
+
+Ranks::~Ranks() {
+  for (Child& child : impl_->children) {
+    if (child.has_ended) continue;
+    ::kill(-child.pid, SIGKILL);
+    ::waitpid(child.pid, nullptr, 0);
+  }
+}
+
+void Ranks::kill(int rank, int signal) {
+  ::kill(impl_->children[static_cast<std::size_t>(rank)].pid, signal);
+}
+
+void Ranks::wait_for_output(int rank, const std::string& text) {
+  const Child& child = impl_->children[static_cast<std::size_t>(rank)];
+  while (child.result.output.find(text) == std::string::npos) {
+    if (child.has_ended || Clock::now() >= impl_->deadline) {
+      throw std::runtime_error(
+          fmt::format("rank {} never wrote '{}' but:\n{}", rank, text, child.result.output));
+    }
+    impl_->pump();
+  }
+}
+
+RankResults Ranks::wait() {
+  while (impl_->is_running()) impl_->pump();
+  RankResults results;
+  for (Child& child : impl_->children) results.push_back(std::move(child.result));
+  return results;
+}
+
+RankResults run_ranks(int size, const RankBody& body, const RankOptions& options) {
+  return Ranks(size, body, options).wait();
+}
+
+std::string show(const RankResults& results) {
+  std::string text;
+  for (std::size_t rank = 0; rank < results.size(); ++rank) {
+    const RankResult& result = results[rank];
+    text += fmt::format("--- rank {} {}{} after {:.2f} s\n{}\n", rank, result.status.text(),
+                        result.was_late ? " at the deadline" : "", result.seconds, result.output);
+  }
+  return text;
+}
+
+testing::AssertionResult all_passed(const RankResults& results) {
+  for (const RankResult& result : results) {
+    if (!result.status.is_ok()) return testing::AssertionFailure() << "\n" << show(results);
+  }
+  return testing::AssertionSuccess();
+}
+
+int soak(int count_in_ci, int count_in_full) {
+  return std::getenv("LOCKSTEP_SOAK") == nullptr ? count_in_ci : count_in_full;
+}
+
+}  // namespace lockstep::test

@@ -1,0 +1,73 @@
+// run_ranks: runs a piece of a test on several ranks, each a process of its own.
+//
+// The ranks are copies of the test binary (fork + exec) that run the same test up to this call and
+// then `body` instead of it; so `body` may use whatever the test made before. A test makes one such
+// call. Expectations inside `body` fail the rank, and with it the test that looks at the result:
+//
+//   TEST(AllReduce, Sums) {
+//     EXPECT_TRUE(all_passed(run_ranks(3, [](int rank) { ... EXPECT_EQ(...); })));
+//   }
+//
+// Every rank finds lockstep's variables set, as under the launcher. All ranks are gone when the
+// call returns: those that are not done at the deadline are killed and counted as failed.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/process.h"
+
+namespace lockstep::test {
+
+struct RankResult {
+  ExitStatus status;
+  bool was_late = false;  // killed at the deadline
+  std::string output;     // standard output and error, in the order written
+  double seconds = 0;     // from the start of the ranks to this one's end
+};
+using RankResults = std::vector<RankResult>;
+
+struct RankOptions {
+  std::chrono::milliseconds deadline = std::chrono::seconds(60);
+  bool has_place = true;                              // false: no variables are set for the ranks
+  std::map<std::string, std::string> variables = {};  // set on top, for all ranks
+  std::function<std::map<std::string, std::string>(int rank)> rank_variables = {};
+};
+
+using RankBody = std::function<void(int rank)>;
+
+// Ranks that run while the test goes on, so that it can disturb them.
+class Ranks {
+ public:
+  Ranks(int size, const RankBody& body, const RankOptions& options = {});
+  ~Ranks();
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  void kill(int rank, int signal);
+  // Waits until the rank has written `text`; throws std::runtime_error at the deadline.
+  void wait_for_output(int rank, const std::string& text);
+  // Waits for all; call once.
+  RankResults wait();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+RankResults run_ranks(int size, const RankBody& body, const RankOptions& options = {});
+
+// For EXPECT_TRUE: shows the output of all ranks if one has failed.
+testing::AssertionResult all_passed(const RankResults& results);
+std::string show(const RankResults& results);
+
+// Counts are multiplied under ./dev test --soak.
+int soak(int count_in_ci, int count_in_full);
+
+}  // namespace lockstep::test
