@@ -65,6 +65,25 @@ function(lockstep_module)
   file(APPEND ${PROJECT_BINARY_DIR}/modules.txt "${arg_NAME}: ${deps}\n")
 endfunction()
 
+# Compiles one source into `target` once per instruction set; LOCKSTEP_KERNEL is the function's name.
+# Contraction to fused multiply-add would make the bits depend on the instruction set.
+function(lockstep_kernels target source)
+  set(plain "")
+  set(sets plain)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set(avx2 -mavx2)
+    set(avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+    list(APPEND sets avx2 avx512)
+  endif()
+  foreach(name ${sets})
+    set(copy ${PROJECT_BINARY_DIR}/kernels_${name}.cpp)
+    file(CONFIGURE OUTPUT ${copy} CONTENT "#include \"${PROJECT_SOURCE_DIR}/${source}\"\n")
+    set_source_files_properties(${copy} PROPERTIES COMPILE_DEFINITIONS LOCKSTEP_KERNEL=reduce_${name}
+      COMPILE_OPTIONS "-O3;-ffp-contract=off;${${name}}")
+    target_sources(${target} PRIVATE ${copy})
+  endforeach()
+endfunction()
+
 # The library that users link, made of all modules, and its installation.
 function(lockstep_library)
   get_property(modules GLOBAL PROPERTY LOCKSTEP_MODULES)
@@ -74,12 +93,15 @@ function(lockstep_library)
   set_target_properties(lockstep PROPERTIES LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION}
                         SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
   target_compile_features(lockstep PUBLIC cxx_std_20)
+  include(GNUInstallDirs)
   target_include_directories(lockstep PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
-                             $<INSTALL_INTERFACE:include>)
+                             $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   # By name, not by path: the exported target asks find_package(Torch) where LibTorch is.
   target_link_libraries(lockstep PUBLIC torch Threads::Threads)
 
-  include(GNUInstallDirs)
+  if(NOT LOCKSTEP_INSTALL)
+    return()
+  endif()
   include(CMakePackageConfigHelpers)
   set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/lockstep)
   install(TARGETS lockstep EXPORT lockstep)

@@ -28,13 +28,14 @@ struct Member {
 // What an engine is given to connect the ranks of a world.
 struct EngineContext {
   int rank = 0;
-  std::vector<Member> members;            // by rank
-  c10::intrusive_ptr<c10d::Store> store;  // the engine's own part of the world's store
-  std::chrono::milliseconds timeout{};    // of every operation
-  std::string master_address;             // a host that all hosts reach; empty if not needed
+  std::vector<Member> members;                  // by rank
+  c10::intrusive_ptr<c10d::Store> store;        // the engine's own part of the world's store
+  std::chrono::milliseconds connect_timeout{};  // until the ranks are connected
+  std::chrono::milliseconds timeout{};          // of every operation after that
+  std::string master_address;                   // a host that all hosts reach; empty if not needed
 
   int size() const { return static_cast<int>(members.size()); }
-  bool is_one_host() const;
+  LOCKSTEP_API bool is_one_host() const;
 };
 
 struct EngineInfo {

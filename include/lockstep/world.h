@@ -12,6 +12,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -72,9 +73,10 @@ class LOCKSTEP_API World {
   at::Tensor reduce_scatter(const at::Tensor& tensor, const ReduceOp& op = ReduceOp::SUM) const;
 
   // Runs f() on rank 0 only and returns its result on all ranks. If f throws, all ranks throw.
-  // The result may be void, a tensor, a string, a trivially copyable value or a vector of those.
+  // The result may be void, a tensor, a std::string, a trivially copyable value or a std::vector of
+  // such values. The others wait for f at most JoinOptions::timeout; f itself calls no collective.
   template <typename F>
-  auto on_rank0(F&& f) const -> std::invoke_result_t<F>;
+  auto on_rank0(F&& f) const -> std::decay_t<std::invoke_result_t<F>>;
 
  private:
   struct State;
@@ -87,6 +89,18 @@ class LOCKSTEP_API World {
 };
 
 namespace detail {
+
+// Types whose bytes mean the same in another process, as far as the compiler can tell.
+template <typename T>
+inline constexpr bool is_plain =
+    std::is_trivially_copyable_v<T> && !std::is_pointer_v<T> && !std::is_member_pointer_v<T> &&
+    !std::is_convertible_v<T, std::string_view>;
+template <typename T>
+inline constexpr bool can_be_shared =
+    is_plain<T> || std::is_void_v<T> || std::is_same_v<T, at::Tensor> ||
+    std::is_same_v<T, std::string>;
+template <typename T>
+inline constexpr bool can_be_shared<std::vector<T>> = is_plain<T> && !std::is_same_v<T, bool>;
 
 LOCKSTEP_API std::string pack(const at::Tensor& tensor);
 LOCKSTEP_API at::Tensor unpack_tensor(std::string_view bytes);
@@ -123,8 +137,13 @@ T unpack(std::string_view bytes) {
 }  // namespace detail
 
 template <typename F>
-auto World::on_rank0(F&& f) const -> std::invoke_result_t<F> {
-  using Result = std::invoke_result_t<F>;
+auto World::on_rank0(F&& f) const -> std::decay_t<std::invoke_result_t<F>> {
+  using Result = std::decay_t<std::invoke_result_t<F>>;
+  static_assert(
+      detail::can_be_shared<Result>,
+      "on_rank0: return a value: a tensor, a std::string, a trivially copyable type that "
+      "holds no pointers, or a std::vector of one. What points into rank 0's memory means "
+      "nothing to the others.");
   std::string answer;
   std::exception_ptr failure;
   if (rank() == 0) {

@@ -8,6 +8,7 @@
 #include <array>
 
 #include "backend/engines.h"
+#include "shm/reduce.h"
 
 namespace lockstep {
 namespace {
@@ -20,12 +21,16 @@ struct Row {
 };
 
 bool is_alone(const EngineContext& context) { return context.size() == 1; }
+bool is_on_one_host(const EngineContext& context) {
+  return context.is_one_host() && context.size() <= shm::kMaxRanks;
+}
 bool is_always(const EngineContext&) { return true; }
 std::string always_built() { return {}; }
 
 // In the order of preference: `auto` takes the first that is built and fits.
 constexpr std::array kTable = {
     Row{"solo", always_built, is_alone, make_solo},
+    Row{"shm", always_built, is_on_one_host, make_shm},
     Row{"gloo", why_no_gloo, is_always, make_gloo},
 };
 

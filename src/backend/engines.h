@@ -14,6 +14,9 @@ using Backend = c10::intrusive_ptr<c10d::Backend>;
 // A world of one: every collective is a copy.
 Backend make_solo(const EngineContext& context);
 
+// All ranks on one host, connected by shared memory.
+Backend make_shm(const EngineContext& context);
+
 std::string why_no_gloo();  // empty if there is Gloo
 Backend make_gloo(const EngineContext& context);
 

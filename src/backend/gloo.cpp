@@ -54,7 +54,7 @@ std::string why_no_gloo() { return {}; }
 
 Backend make_gloo(const EngineContext& context) {
   using Gloo = c10d::ProcessGroupGloo;
-  auto options = Gloo::Options::create(context.timeout);
+  auto options = Gloo::Options::create(context.connect_timeout);
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
   if (context.is_one_host()) {
     options->devices.push_back(Gloo::createDeviceForHostname("127.0.0.1"));
@@ -66,7 +66,9 @@ Backend make_gloo(const EngineContext& context) {
   } else {
     options->devices.push_back(Gloo::createDefaultDevice());
   }
-  return c10::make_intrusive<Gloo>(context.store, context.rank, context.size(), options);
+  Backend gloo = c10::make_intrusive<Gloo>(context.store, context.rank, context.size(), options);
+  gloo->setTimeout(context.timeout);
+  return gloo;
 }
 
 }  // namespace lockstep

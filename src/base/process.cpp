@@ -22,6 +22,7 @@ struct Stat {
   char state = '\0';
   pid_t parent = 0;
   std::uint64_t start_time = 0;
+  int exit_status = 0;  // as of wait(2); of a zombie
 };
 
 // The name of a process may hold spaces and brackets: the fields begin after the last ")".
@@ -32,10 +33,12 @@ Stat read_stat(pid_t pid) {
   if (name_end == std::string::npos) return stat;
   std::istringstream fields(text.substr(name_end + 1));
   fields >> stat.state >> stat.parent;
-  constexpr int kFieldsBetween = 17;  // fields 5 to 21 of proc(5); 22 is the start time
+  // proc(5) counts fields from 1: 4 is the parent, 22 the start time, 52 the exit status.
   std::string skipped;
-  for (int i = 0; i < kFieldsBetween; ++i) fields >> skipped;
+  for (int field = 5; field < 22; ++field) fields >> skipped;
   fields >> stat.start_time;
+  for (int field = 23; field < 52; ++field) fields >> skipped;
+  fields >> stat.exit_status;
   return stat;
 }
 
@@ -83,6 +86,12 @@ bool is_alive(const ProcessId& process) {
   const Stat stat = read_stat(process.pid);
   return stat.start_time == process.start_time && stat.start_time != 0 && stat.state != 'Z' &&
          stat.state != 'X';
+}
+
+std::string describe_end(const ProcessId& process) {
+  const Stat stat = read_stat(process.pid);
+  const bool is_zombie = stat.start_time == process.start_time && stat.state == 'Z';
+  return is_zombie ? ExitStatus::from_wait(stat.exit_status).text() : "has ended";
 }
 
 pid_t parent_of(pid_t pid) { return read_stat(pid).parent; }

@@ -1,6 +1,7 @@
 // Processes: start one by fork + exec, name one so that a reused pid is not mistaken, see it end.
 //
-// Threading: safe from any thread. Only async-signal-safe calls happen between fork and exec.
+// Threading: safe from any thread, but see spawn(). Only async-signal-safe calls happen between
+// fork and exec.
 #pragma once
 
 #include <sys/types.h>
@@ -27,6 +28,10 @@ ProcessId find_process(pid_t pid);
 // False once the process has ended, even while nobody has waited for it.
 bool is_alive(const ProcessId& process);
 
+// What became of a process that is not alive: "was killed by signal 9 (Killed)" as long as its
+// parent has not waited for it, later only "has ended".
+std::string describe_end(const ProcessId& process);
+
 pid_t parent_of(pid_t pid);
 
 // How a process ended.
@@ -49,6 +54,7 @@ struct Command {
 };
 
 // Starts the command in a process group of its own; it is killed if this process dies.
+// Requires: the calling thread outlives the command, which is killed with it as well.
 // Throws SystemError if the program cannot be started, with its name and the reason.
 pid_t spawn(const Command& command);
 

@@ -2,6 +2,7 @@
 // waits, and turns what the engine throws into an error that names operation and rank.
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/error.h>
@@ -22,11 +23,24 @@ std::string describe_tensor(const at::Tensor& tensor) {
                      fmt::join(tensor.sizes(), ", "), tensor.nbytes());
 }
 
-void check_dense(const at::Tensor& tensor, int rank, const char* operation) {
-  if (tensor.defined() && tensor.layout() == at::kStrided) return;
-  throw UsageError({.rank = rank, .operation = operation},
-                   fmt::format("{} was given {}.\nGive it a dense tensor.", operation,
-                               tensor.defined() ? "a sparse tensor" : "an undefined tensor"));
+enum class Use { kRead, kWritten };
+
+void check_dense(const at::Tensor& tensor, Use use, int rank, const char* operation) {
+  const bool is_dense = tensor.defined() && tensor.layout() == at::kStrided;
+  const bool is_overlapping =
+      is_dense && use == Use::kWritten && at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
+  if (is_dense && !is_overlapping) return;
+  throw UsageError(
+      {.rank = rank, .operation = operation},
+      fmt::format("{} was given {}.\nGive it a dense tensor of its own memory.", operation,
+                  !tensor.defined() ? "an undefined tensor"
+                  : is_overlapping  ? "an expanded tensor, whose elements share memory"
+                                    : "a sparse tensor"));
+}
+
+// Contiguous, and with a pending conjugation or negation carried out.
+at::Tensor make_dense(const at::Tensor& tensor) {
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
 void wait_for(const std::vector<Member>& members, int rank, const char* operation,
@@ -45,19 +59,19 @@ void World::barrier() const {
 }
 
 at::Tensor World::all_reduce(const at::Tensor& tensor, const ReduceOp& op) const {
-  check_dense(tensor, rank(), "all_reduce");
+  check_dense(tensor, Use::kWritten, rank(), "all_reduce");
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> dense = {tensor.contiguous()};
+  std::vector<at::Tensor> dense = {make_dense(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   wait_for(members(), rank(), "all_reduce", describe_tensor(tensor),
            [&] { return backend()->allreduce(dense, options); });
-  if (!dense[0].is_same(tensor)) tensor.copy_(dense[0]);
+  if (dense[0].data_ptr() != tensor.data_ptr()) tensor.copy_(dense[0]);
   return tensor;
 }
 
 at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
-  check_dense(tensor, rank(), "broadcast");
+  check_dense(tensor, Use::kWritten, rank(), "broadcast");
   if (root < 0 || root >= size()) {
     throw UsageError({.rank = rank(), .operation = "broadcast"},
                      fmt::format("broadcast was given root {} in a world of {}.\n"
@@ -65,19 +79,19 @@ at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
                                  root, size(), size() - 1));
   }
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> dense = {tensor.contiguous()};
+  std::vector<at::Tensor> dense = {make_dense(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
   wait_for(members(), rank(), "broadcast", describe_tensor(tensor),
            [&] { return backend()->broadcast(dense, options); });
-  if (!dense[0].is_same(tensor)) tensor.copy_(dense[0]);
+  if (dense[0].data_ptr() != tensor.data_ptr()) tensor.copy_(dense[0]);
   return tensor;
 }
 
 at::Tensor World::all_gather(const at::Tensor& tensor) const {
-  check_dense(tensor, rank(), "all_gather");
+  check_dense(tensor, Use::kRead, rank(), "all_gather");
   const at::NoGradGuard no_grad;
-  at::Tensor input = tensor.detach().contiguous().view(-1);  // flat: engines differ about shapes
+  at::Tensor input = make_dense(tensor).view(-1);  // flat: engines differ about shapes
   at::Tensor output = at::empty({size() * input.numel()}, input.options());
   wait_for(members(), rank(), "all_gather", describe_tensor(tensor),
            [&] { return backend()->_allgather_base(output, input); });
@@ -87,7 +101,7 @@ at::Tensor World::all_gather(const at::Tensor& tensor) const {
 }
 
 at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) const {
-  check_dense(tensor, rank(), "reduce_scatter");
+  check_dense(tensor, Use::kRead, rank(), "reduce_scatter");
   if (tensor.dim() == 0 || tensor.size(0) != size()) {
     throw UsageError({.rank = rank(), .operation = "reduce_scatter"},
                      fmt::format("reduce_scatter was given {}, whose first dimension is not the "
@@ -95,7 +109,7 @@ at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) c
                                  describe_tensor(tensor), size()));
   }
   const at::NoGradGuard no_grad;
-  at::Tensor input = tensor.detach().contiguous().view(-1);
+  at::Tensor input = make_dense(tensor).view(-1);
   at::Tensor output = at::empty({input.numel() / size()}, input.options());
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
@@ -142,7 +156,7 @@ namespace detail {
 
 // The type, the number of dimensions and the sizes, as 64-bit numbers; then the elements.
 std::string pack(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.detach().cpu().contiguous();
+  const at::Tensor dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
   std::vector<std::int64_t> header = {static_cast<std::int64_t>(dense.scalar_type()), dense.dim()};
   header.insert(header.end(), dense.sizes().begin(), dense.sizes().end());
   return pack(header) +

@@ -4,6 +4,7 @@
 #include <lockstep/error.h>
 
 #include <array>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -96,11 +97,12 @@ std::optional<TcpAddress> slurm_master(const Environment& environment) {
   const int step = environment.get_int("SLURM_STEP_ID").value_or(0);
   constexpr int kFirstPort = 20000;  // below Linux's ephemeral ports, which begin at 32768
   constexpr int kPorts = 12000;
-  return TcpAddress{first_host(*hosts), kFirstPort + (*job + step * 7919) % kPorts, false};
+  const std::int64_t mixed = *job + std::int64_t{step} * 7919;
+  return TcpAddress{first_host(*hosts), kFirstPort + static_cast<int>(mixed % kPorts), false};
 }
 
 bool is_one_host(const Environment& environment, const Names& names, int size) {
-  if (!names.local_size.empty() && environment.get_int(names.local_size, 1) == size) return true;
+  if (const auto local_size = environment.get_int(names.local_size, 1)) return *local_size == size;
   return environment.has("SLURM_STEP_ID") && environment.get_int("SLURM_STEP_NUM_NODES", 1) == 1;
 }
 
@@ -108,7 +110,9 @@ StorePlace foreign_store(const Environment& environment, const Names& names, int
   if (size == 1) return InProcess{};
   if (const auto master = read_master(environment)) return *master;
   if (is_one_host(environment, names, size)) return LauncherFile{names.rank};
-  if (const auto master = slurm_master(environment)) return *master;
+  if (const auto master = slurm_master(environment); master && names.launcher != "OpenMPI") {
+    return *master;
+  }
   refuse(
       fmt::format("{} started {} ranks on several hosts, and MASTER_ADDR and MASTER_PORT are not "
                   "set.\nSet them to rank 0's host and a free port there (mpirun: -x MASTER_ADDR "

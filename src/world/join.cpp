@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <set>
+#include <thread>
 
 #include "base/env.h"
 #include "base/log.h"
@@ -53,33 +54,59 @@ std::string master_address(const Placement& placement) {
   return tcp == nullptr ? std::string() : tcp->host;
 }
 
-void announce(const EngineContext& context, const Placement& placement, const std::string& engine) {
+std::chrono::milliseconds remaining(std::chrono::steady_clock::time_point deadline) {
+  using std::chrono::milliseconds;
+  const auto left = deadline - std::chrono::steady_clock::now();
+  return std::max(std::chrono::duration_cast<milliseconds>(left), milliseconds(1));
+}
+
+// A rank that joins again can reach rank 0's store of the world before, in the moment when that
+// ends; then it tries once more, as long as there is time.
+Meeting open_and_meet(const JoinOptions& options, const Placement& placement,
+                      const std::string& engine, std::chrono::steady_clock::time_point deadline,
+                      OpenStore& open) {
+  while (true) {
+    open = options.store ? OpenStore{options.store, "the program's own store", [] {}}
+                         : open_store(placement, remaining(deadline));
+    try {
+      return meet(open, placement, engine, remaining(deadline));
+    } catch (const StoreLost&) {
+      const bool may_retry = std::holds_alternative<TcpAddress>(placement.store) &&
+                             placement.rank != 0 && std::chrono::steady_clock::now() < deadline;
+      if (!may_retry) throw;
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+  }
+}
+
+void announce(const Log& log, const EngineContext& context, const Placement& placement,
+              const std::string& engine) {
   if (context.rank != 0 || context.size() == 1) return;
   std::set<std::string> hosts;
   for (const Member& member : context.members) hosts.insert(member.host_id);
-  Log(0).info("{} ranks on {} host{}, started by {}; engine: {}", context.size(), hosts.size(),
-              hosts.size() == 1 ? "" : "s", placement.launcher, engine);
+  log.info("{} ranks on {} host{}, started by {}; engine: {}", context.size(), hosts.size(),
+           hosts.size() == 1 ? "" : "s", placement.launcher, engine);
 }
 
 }  // namespace
 
 World World::join(const JoinOptions& options) {
   check(options);
+  const auto deadline = std::chrono::steady_clock::now() + options.join_timeout;
   const Environment environment = Environment::of_process();
   const Placement placement = placement_from(options, environment);
-  const OpenStore open = options.store ? OpenStore{options.store, "the program's own store", [] {}}
-                                       : open_store(placement, options.join_timeout);
+  const Log log(placement.rank);  // before anybody is told of this rank: it may throw
   const std::string engine = options.engine == "auto"
                                  ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
                                  : options.engine;
-  const Meeting meeting = meet(open, placement, engine, options.join_timeout);
+  OpenStore open;
+  const Meeting meeting = open_and_meet(options, placement, engine, deadline, open);
 
   auto state = std::make_shared<State>();
   state->rank = placement.rank;
   state->members = meeting.members;
   state->local_size = static_cast<int>(std::ranges::count(
       meeting.members, state->self().host_id, [](const Member& member) { return member.host_id; }));
-  state->timeout = options.timeout;
   state->store = c10::make_intrusive<c10d::PrefixStore>(meeting.key_prefix + "/user", open.store);
 
   EngineContext context;
@@ -87,6 +114,7 @@ World World::join(const JoinOptions& options) {
   context.members = meeting.members;
   context.store =
       c10::make_intrusive<c10d::PrefixStore>(meeting.key_prefix + "/engine", open.store);
+  context.connect_timeout = remaining(deadline);
   context.timeout = options.timeout;
   context.master_address = master_address(placement);
   try {
@@ -95,7 +123,8 @@ World World::join(const JoinOptions& options) {
     rethrow_translated(std::current_exception(), state->members, placement.rank, "join",
                        fmt::format("the engine '{}'", engine));
   }
-  announce(context, placement, state->backend->getBackendName());
+  open.store->setTimeout(options.timeout);
+  announce(log, context, placement, state->backend->getBackendName());
   return World(std::move(state));
 }
 

@@ -9,6 +9,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "base/posix.h"
@@ -179,16 +180,18 @@ class Participant {
         records[peer] = record_from(store().get_to_str(key("member", peer)));
       }
     }
-    if (verdict.is_null() && static_cast<int>(records.size()) < self_.size)
+    if (verdict.is_null()) look_around();  // once more, now that all are here
+    if (verdict.is_null() && static_cast<int>(records.size()) < self_.size) {
       verdict = not_all_came();
+    }
     for (const auto& [_, record] : records) {
       if (verdict.is_null()) verdict = compare(record);
     }
     if (verdict.is_null()) {
       verdict = {{"members", Json::array()}};
       for (const auto& [_, record] : records) verdict["members"].push_back(to_json(record));
-      open_.remove_name();
     }
+    open_.remove_name();
     store().set(key("verdict"), verdict.dump());
   }
 
@@ -268,12 +271,20 @@ class Participant {
                 from == rank() ? message : fmt::format("Because rank {}: {}", from, message));
   }
 
-  // Where the launcher has not said it, ranks of a host are numbered in their order.
+  // The launcher's numbers are kept for a host if they are 0 to n - 1, each once; else its ranks
+  // are numbered in their order.
   static void number_locally(std::vector<Member>& members) {
-    std::map<std::string, int> next;
-    for (Member& member : members) {
-      const int number = next[member.host_id]++;
-      if (member.local_rank < 0) member.local_rank = number;
+    std::map<std::string, std::vector<Member*>> hosts;
+    for (Member& member : members) hosts[member.host_id].push_back(&member);
+    for (auto& [_, locals] : hosts) {
+      std::set<int> numbers;
+      for (const Member* member : locals) numbers.insert(member->local_rank);
+      const auto count = static_cast<int>(locals.size());
+      if (static_cast<int>(numbers.size()) == count && *numbers.begin() == 0 &&
+          *numbers.rbegin() == count - 1) {
+        continue;
+      }
+      for (int i = 0; i < count; ++i) locals[static_cast<std::size_t>(i)]->local_rank = i;
     }
   }
 
@@ -296,12 +307,13 @@ Meeting meet(const OpenStore& open, const Placement& placement, const std::strin
   try {
     return participant.run();
   } catch (const Error&) {
+    open.remove_name();  // the next attempt meets afresh
     throw;
   } catch (const std::exception& error) {
-    throw PeerLostError({.rank = placement.rank, .peer = 0, .operation = "join"},
-                        fmt::format("The store at {} failed while the ranks were joining: {}\n"
-                                    "Look for a rank that failed first, rank 0 above all.",
-                                    open.place, first_line(error.what())));
+    throw StoreLost({.rank = placement.rank, .peer = 0, .operation = "join"},
+                    fmt::format("The store at {} failed while the ranks were joining: {}\n"
+                                "Look for a rank that failed first, rank 0 above all.",
+                                open.place, first_line(error.what())));
   }
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <lockstep/backend.h>
+#include <lockstep/error.h>
 
 #include <chrono>
 #include <functional>
@@ -18,6 +19,11 @@
 
 namespace lockstep {
 
+// The store's server went away. It may have been that of an earlier world, just ending.
+struct StoreLost : PeerLostError {
+  using PeerLostError::PeerLostError;
+};
+
 struct Meeting {
   std::vector<Member> members;  // by rank
   std::string key_prefix;       // of all keys of this world in the store
@@ -26,6 +32,7 @@ struct Meeting {
 // `engine`: what this rank wants; ranks must want the same and have it.
 // Throws: MismatchError (two processes with one rank, sizes, engines or versions that differ),
 // TimeoutError (names the ranks that did not come), PeerLostError (a rank died while joining).
+// Throws StoreLost if the store itself failed.
 Meeting meet(const OpenStore& open, const Placement& placement, const std::string& engine,
              std::chrono::milliseconds timeout);
 

@@ -3,7 +3,6 @@
 
 #include <lockstep/world.h>
 
-#include <chrono>
 #include <vector>
 
 namespace lockstep {
@@ -12,7 +11,6 @@ struct World::State {
   int rank = 0;
   int local_size = 1;
   std::vector<Member> members;  // by rank
-  std::chrono::milliseconds timeout{};
   c10::intrusive_ptr<c10d::Store> store;
   c10::intrusive_ptr<c10d::Backend> backend;  // last: it goes before the store that it uses
 

@@ -1,5 +1,6 @@
 #include "world/store.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <lockstep/error.h>
@@ -13,6 +14,8 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
+#include <filesystem>
 #include <memory>
 
 #include "base/posix.h"
@@ -75,7 +78,23 @@ OpenStore open_launcher_file(const LauncherFile& place) {
           [path] { ::unlink(path.c_str()); }};
 }
 
-// A socket on exactly the address asked for. LibTorch's own server would listen on all of them.
+// Whether a name stands for this host's loopback only because of its hosts file (Debian maps the
+// own name to 127.0.1.1): other hosts would not reach it there.
+bool is_misleading_loopback(const std::string& host, const sockaddr* address) {
+  in6_addr ignored{};
+  if (host == "localhost" || ::inet_pton(AF_INET, host.c_str(), &ignored) == 1 ||
+      ::inet_pton(AF_INET6, host.c_str(), &ignored) == 1) {
+    return false;
+  }
+  if (address->sa_family == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
+    return (ntohl(v4->sin_addr.s_addr) >> 24) == IN_LOOPBACKNET;
+  }
+  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
+// A socket on exactly the address asked for; LibTorch's own server would listen on all of them.
+// Nothing, with errno, if none of the name's addresses is free and of this host.
 Fd bind_socket(const TcpAddress& address) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -89,36 +108,90 @@ Fd bind_socket(const TcpAddress& address) {
                                   address.host, ::gai_strerror(code)));
   }
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, ::freeaddrinfo);
-  Fd socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const int yes = 1;
-  ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  if (::bind(socket.get(), found->ai_addr, found->ai_addrlen) != 0 ||
-      ::listen(socket.get(), SOMAXCONN) != 0) {
-    throw_errno(fmt::format("rank 0 cannot listen on {}:{}", address.host, address.port),
-                errno == EADDRINUSE
-                    ? "Another job uses this port: set MASTER_PORT to a free one, on all ranks."
-                    : "Set MASTER_ADDR to an address of rank 0's own host, on all ranks.");
+  for (const addrinfo* info = found; info != nullptr; info = info->ai_next) {
+    Fd socket(::socket(info->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (!socket) continue;
+    sockaddr_storage target{};
+    std::memcpy(&target, info->ai_addr, info->ai_addrlen);
+    if (is_misleading_loopback(address.host, info->ai_addr)) {
+      if (info->ai_family == AF_INET) {
+        reinterpret_cast<sockaddr_in*>(&target)->sin_addr.s_addr = htonl(INADDR_ANY);
+      } else {
+        reinterpret_cast<sockaddr_in6*>(&target)->sin6_addr = in6addr_any;
+      }
+    }
+    const int yes = 1;
+    ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+    if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&target), info->ai_addrlen) == 0 &&
+        ::listen(socket.get(), SOMAXCONN) == 0) {
+      return socket;
+    }
   }
-  return socket;
+  return Fd();
+}
+
+c10::intrusive_ptr<c10d::Store> connect_tcp(const TcpAddress& address,
+                                            std::chrono::milliseconds timeout,
+                                            Fd listening = Fd()) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(address.port);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  if (listening) {
+    options.isServer = true;
+    options.masterListenFd = listening.release();
+  }
+  return c10::make_intrusive<c10d::TCPStore>(address.host, options);
+}
+
+// Whether this very process listens on the port: an earlier world of it serves its store there.
+bool is_listening_here(int port) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::atoi(entry.path().filename().c_str());
+    int accepts = 0;
+    socklen_t length = sizeof accepts;
+    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &length) != 0 || accepts == 0) {
+      continue;
+    }
+    sockaddr_in6 address{};  // an IPv4 address has its port in the same place
+    length = sizeof address;
+    ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+    if (ntohs(address.sin6_port) == port) return true;
+  }
+  return false;
+}
+
+// Rank 0 serves the store, unless an earlier world of this process does so already.
+c10::intrusive_ptr<c10d::Store> serve_tcp(const TcpAddress& address,
+                                          std::chrono::milliseconds timeout) {
+  Fd socket = bind_socket(address);
+  if (socket) return connect_tcp(address, timeout, std::move(socket));
+  const int code = errno;
+  if (code == EADDRINUSE && is_listening_here(address.port)) return connect_tcp(address, timeout);
+  errno = code;
+  throw_errno(fmt::format("rank 0 cannot listen on {}:{}", address.host, address.port),
+              code == EADDRINUSE
+                  ? "Another program uses this port: set MASTER_PORT to a free one, on all ranks."
+                  : "Set MASTER_ADDR to an address of rank 0's own host, on all ranks.");
 }
 
 OpenStore open_tcp(const TcpAddress& address, int rank, std::chrono::milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(address.port);
-  options.isServer = rank == 0 && !address.is_served_by_launcher;
-  options.waitWorkers = false;
-  options.timeout = timeout;
   const std::string place = fmt::format("{}:{}", address.host, address.port);
-  if (options.isServer) options.masterListenFd = bind_socket(address).release();
+  const auto start = std::chrono::steady_clock::now();
   try {
-    return {c10::make_intrusive<c10d::TCPStore>(address.host, options), place, [] {}};
+    const bool is_server = rank == 0 && !address.is_served_by_launcher;
+    return {is_server ? serve_tcp(address, timeout) : connect_tcp(address, timeout), place, [] {}};
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& error) {
-    throw TimeoutError({.rank = rank, .peer = 0, .operation = "join"},
-                       fmt::format("There is no answer from the store at {} after {:.1f} s: {}\n"
-                                   "Check that rank 0 is running and that MASTER_ADDR and "
-                                   "MASTER_PORT are the same on all ranks.",
-                                   place, static_cast<double>(timeout.count()) / 1000.0,
-                                   first_line(error.what())));
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    const std::string message = fmt::format(
+        "There is no answer from the store at {} after {:.1f} s: {}\nCheck that rank 0 is running "
+        "and that MASTER_ADDR and MASTER_PORT are the same on all ranks.",
+        place, took.count(), first_line(error.what()));
+    const ErrorPlace here{.rank = rank, .peer = 0, .operation = "join"};
+    if (took < timeout * 0.9) throw SystemError(here, 0, message);
+    throw TimeoutError(here, message);
   }
 }
 

@@ -2,18 +2,9 @@
 # lockstep as a subdirectory of another project, as a shared library.
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 
-mkdir "$work/project"
-cat >"$work/project/CMakeLists.txt" <<EOF
-cmake_minimum_required(VERSION 3.22)
-project(parent LANGUAGES CXX)
-set(BUILD_SHARED_LIBS ON)
-add_subdirectory($repo lockstep)
-add_executable(train train.cpp)
-target_link_libraries(train PRIVATE lockstep::lockstep)
-EOF
-fenced README.md cpp >"$work/project/train.cpp"
-cmake -G Ninja -S "$work/project" -B "$work/build" -DCMAKE_BUILD_TYPE=Release >"$work/log" ||
-  die "$(cat "$work/log")"
+fenced README.md cpp >"$work/train.cpp"
+cmake -G Ninja -S tests/consumer -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DPROGRAM="$work/train.cpp" \
+  -DLOCKSTEP_SOURCES="$repo" -DCMAKE_PREFIX_PATH="$LOCKSTEP_TORCH" >"$work/log" || die "$(cat "$work/log")"
 grep -qi gtest "$work/build/CMakeCache.txt" && die "a subdirectory must not look for GoogleTest"
 cmake --build "$work/build" >"$work/log" || die "$(cat "$work/log")"
 expect "CPUFloatType{2,1,4}" mpirun -n 2 "$work/build/train"

@@ -13,16 +13,21 @@ printf '#!/bin/sh\nexit 1\n' >"$work/bin/dpkg-query"
 printf '#!/bin/sh\n[ "$1" = -u ] && echo 1000\n' >"$work/bin/id"
 printf '#!/bin/sh\nexit 1\n' >"$work/bin/sudo"
 chmod +x "$work"/bin/*
-refuse "please run this once: apt-get install -y g++ cmake" env PATH="$work/bin:$PATH" ./dev setup
+refuse "please run this once, as root: apt-get update && apt-get install -y g++ cmake" env PATH="$work/bin:$PATH" ./dev setup
 
-# An interrupted installation of PyTorch is made anew: without its stamp, .venv does not count.
-mkdir -p "$work/clone/.venv/bin"
+# An interrupted installation of PyTorch is made anew: without its stamp, the folder does not count.
+mkdir -p "$work/clone/build/venv/bin"
 cp dev "$work/clone/dev"
-printf '#!/bin/sh\necho "venv $*" >>%s\nmkdir -p .venv/bin\nprintf "#!/bin/sh\\nexit 0\\n" >.venv/bin/pip\nchmod +x .venv/bin/pip\n' \
-  "$work/calls" >"$work/bin/python3"
+cat >"$work/bin/python3" <<EOF
+#!/bin/sh
+echo "python3 \$*" >>$work/calls
+mkdir -p "\$3/bin"
+printf '#!/bin/sh\nexit 0\n' >"\$3/bin/pip"
+chmod +x "\$3/bin/pip"
+EOF
 printf '#!/bin/sh\necho installed\n' >"$work/bin/dpkg-query"
 chmod +x "$work"/bin/*
 setup=(env -u LOCKSTEP_TORCH -u CMAKE_PREFIX_PATH PATH="$work/bin:$PATH" "$work/clone/dev" setup)
-expect "installing PyTorch" "${setup[@]}"
+expect "installing torch==2.13.0" "${setup[@]}"
 expect "ready" "${setup[@]}"
 [ "$(wc -l <"$work/calls")" -eq 1 ] || die "a second set-up did not find the first"

@@ -8,7 +8,26 @@ expect "switched off (LOCKSTEP_WITH_GLOO=OFF)" "${configure[@]}" -DLOCKSTEP_WITH
 expect "install libgloo-dev" "${configure[@]}" -DLOCKSTEP_WITH_GLOO=AUTO -DLOCKSTEP_GLOO_INCLUDE_DIR=
 refuse "LOCKSTEP_WITH_GLOO is ON, but Gloo's headers were not found" \
   "${configure[@]}" -DLOCKSTEP_WITH_GLOO=ON -DLOCKSTEP_GLOO_INCLUDE_DIR=
-refuse "there is no LibTorch there" env LOCKSTEP_TORCH="$work" "${configure[@]}" --fresh
+rm -rf "$work/build"
+refuse "there is no LibTorch there" env LOCKSTEP_TORCH="$work" "${configure[@]}"
+
+# A LibTorch for CUDA on a machine without CUDA's toolkit is used for CPUs.
+mkdir -p "$work/cuda/lib"
+for entry in "$LOCKSTEP_TORCH"/* "$LOCKSTEP_TORCH"/lib/*; do
+  [ -e "$work/cuda${entry#"$LOCKSTEP_TORCH"}" ] || ln -s "$entry" "$work/cuda${entry#"$LOCKSTEP_TORCH"}"
+done
+touch "$work/cuda/lib/libtorch_cuda.so"
+rm -rf "$work/build"
+expect "there is no CUDA toolkit: building for CPUs" env LOCKSTEP_TORCH="$work/cuda" "${configure[@]}" \
+  -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON
+
+# Every usual way to say where LibTorch is.
+rm -rf "$work/build"
+expect "gloo" env -u LOCKSTEP_TORCH "${configure[@]}" -DCMAKE_PREFIX_PATH="$LOCKSTEP_TORCH"
+rm -rf "$work/build"
+expect "gloo" env -u LOCKSTEP_TORCH CMAKE_PREFIX_PATH="$LOCKSTEP_TORCH" "${configure[@]}"
+rm -rf "$work/build"
+expect "gloo" env -u LOCKSTEP_TORCH "${configure[@]}" -DTorch_DIR="$LOCKSTEP_TORCH/share/cmake/Torch"
 
 # The build goes on without it, and says at run time why there is none.
 rm -rf "$work/build"

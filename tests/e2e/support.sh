@@ -6,7 +6,7 @@ build=${1:-$repo/build/release}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # The LibTorch that lockstep was built with.
-LOCKSTEP_TORCH=$(sed -n 's|^Torch_DIR:PATH=\(.*\)/share/cmake/Torch$|\1|p' "$build/CMakeCache.txt")
+LOCKSTEP_TORCH=$(sed -n 's|^LOCKSTEP_TORCH_ROOT:INTERNAL=||p' "$build/CMakeCache.txt")
 export LOCKSTEP_TORCH
 # As tests run as root in containers and on few cores.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
@@ -21,7 +21,7 @@ die() {
 expect() {
   local text=$1 output
   shift
-  output=$("$@" 2>&1) || die "'$*' ended with $?:"$'\n'"$output"
+  output=$("$@" 2>&1 </dev/null) || die "'$*' ended with $?:"$'\n'"$output"
   grep -qF -- "$text" <<<"$output" || die "'$*' did not print '$text' but:"$'\n'"$output"
 }
 
@@ -29,7 +29,7 @@ expect() {
 refuse() {
   local text=$1 output
   shift
-  output=$("$@" 2>&1) && die "'$*' succeeded:"$'\n'"$output"
+  output=$("$@" 2>&1 </dev/null) && die "'$*' succeeded:"$'\n'"$output"
   grep -qF -- "$text" <<<"$output" || die "'$*' did not print '$text' but:"$'\n'"$output"
 }
 

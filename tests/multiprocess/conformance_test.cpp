@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <map>
+#include <random>
 #include <set>
 
 #include "support/run_ranks.h"
@@ -36,6 +37,7 @@ struct EngineRow {
   // Types that a check must see refused; "" is for all checks that are not named.
   std::map<std::string, std::set<ScalarType>> refused;
   bool sends_to_itself;
+  bool takes_gaps;  // tensors that are not dense
 
   bool refuses(const std::string& check, ScalarType type) const {
     const auto found = refused.find(refused.contains(check) ? check : "");
@@ -49,7 +51,8 @@ const std::set<ScalarType> kNotGlooMoved = {at::kShort,  at::kUInt16,       at::
                                             at::kUInt64, at::kComplexFloat, at::kComplexDouble};
 
 const std::vector<EngineRow> kEngines = {
-    {"solo", {1}, {}, true},
+    {"solo", {1}, {}, true, true},
+    {"shm", {1, 2, 3, 4, 8}, {}, true, true},
     {"gloo",
      {1, 2, 3, 4},
      {{"", kNotGloo},
@@ -58,6 +61,7 @@ const std::vector<EngineRow> kEngines = {
       {"scatter", kNotGlooMoved},
       {"all_to_all", kNotGlooMoved},
       {"send_and_receive", {}}},
+     false,
      false},
 };
 
@@ -159,29 +163,29 @@ void for_each_type_and_length(const Bench& bench,
   }
 }
 
-// Runs `reduce` for every type, operation and length and compares what it returns with the
-// reference; what the engine does not offer must throw. AVG over three ranks is not a whole
+// Runs `run` for every type, operation and length and compares what it returns with the reference;
+// a type that the engine does not take must throw. An average over three ranks is not a whole
 // number, so there it must only be close (engines may multiply by 1/3 or divide by 3).
-void check_reductions(
-    const Bench& bench, const std::function<at::Tensor(at::Tensor, c10d::ReduceOp)>& reduce,
-    const std::function<at::Tensor(const at::Tensor&)>& expected_part = [](const at::Tensor& all) {
-      return all;
-    }) {
-  for (const OpType op : kOps) {
-    for_each_type_and_length(bench, [&](ScalarType type, std::int64_t length) {
-      if (!makes_sense(type, op)) {
-        if (!bench.takes(type)) throw std::invalid_argument("neither sense nor support");
-        return;
+void check_reductions(const Bench& bench,
+                      const std::function<at::Tensor(at::Tensor, c10d::ReduceOp)>& run) {
+  for (const ScalarType type : kTypes) {
+    for (const OpType op : kOps) {
+      if (!makes_sense(type, op)) continue;
+      if (!bench.takes(type)) {
+        EXPECT_ANY_THROW(run(values(bench.rank, 7, type), op)) << label(type, 7, op);
+        continue;
       }
-      const std::string what = label(type, length, op);
-      const auto expected = expected_part(reference(bench.values_of_all(length, type), op, type));
-      const auto actual = reduce(values(bench.rank, length, type), op);
-      if (op == c10d::ReduceOp::AVG && bench.size == 3) {
-        EXPECT_TRUE(at::allclose(actual, expected, 1e-2)) << what;
-      } else {
-        expect_same(actual, expected, what);
+      for (const std::int64_t length : kLengths) {
+        const auto expected = reference(bench.values_of_all(length, type), op, type);
+        const auto actual = run(values(bench.rank, length, type), op);
+        if (!actual.defined()) continue;  // not this rank's
+        if (op == c10d::ReduceOp::AVG && bench.size == 3) {
+          EXPECT_TRUE(at::allclose(actual, expected, 1e-2)) << label(type, length, op);
+        } else {
+          expect_same(actual, expected, label(type, length, op));
+        }
       }
-    });
+    }
   }
 }
 
@@ -210,17 +214,14 @@ void all_reduce_coalesced(const Bench& bench) {
 
 void reduce(const Bench& bench) {
   for (int root = 0; root < bench.size; ++root) {
-    for (const std::int64_t length : kLengths) {
-      Tensors tensors = {values(bench.rank, length, at::kFloat)};
+    check_reductions(bench, [&](at::Tensor tensor, c10d::ReduceOp op) {
+      Tensors tensors = {std::move(tensor)};
       c10d::ReduceOptions options;
       options.rootRank = root;
+      options.reduceOp = op;
       bench.engine.reduce(tensors, options)->wait();
-      if (bench.rank != root) continue;  // what the others hold is not specified
-      expect_same(
-          tensors[0],
-          reference(bench.values_of_all(length, at::kFloat), c10d::ReduceOp::SUM, at::kFloat),
-          label(at::kFloat, length, root));
-    }
+      return bench.rank == root ? tensors[0] : at::Tensor();  // the others' is not specified
+    });
   }
 }
 
@@ -295,8 +296,8 @@ void scatter(const Bench& bench) {
 
 // Each rank gives `size` parts that differ only by the salt; part r of all ranks ends at rank r.
 void reduce_scatter(const Bench& bench) {
-  for (const ScalarType type :
-       {at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble}) {
+  for (const ScalarType type : kTypes) {
+    if (type == at::kBool || !bench.takes(type) || at::isComplexType(type)) continue;
     for (const std::int64_t length : kLengths) {
       const auto expected =
           reference(bench.values_of_all(length, type, bench.rank), c10d::ReduceOp::SUM, type);
@@ -422,6 +423,76 @@ void many_in_flight(const Bench& bench) {
   }
 }
 
+// The engine may refuse other strides (World makes tensors dense), but not take them for dense.
+void strides_are_kept_or_refused(const Bench& bench) {
+  const auto expect = [&](const at::Tensor& whole, const at::Tensor& part, const char* what) {
+    Tensors tensors = {part};
+    const auto before = whole.clone();
+    try {
+      bench.engine.allreduce(tensors)->wait();
+    } catch (const std::exception&) {
+      return;
+    }
+    expect_same(part, at::full_like(part, bench.size), what);
+    EXPECT_EQ(whole.sum().item<double>(), before.sum().item<double>() + part.sum().item<double>() -
+                                              static_cast<double>(part.numel()))
+        << what << ": wrote beside the tensor";
+  };
+  const auto transposed = at::ones({4, 6});
+  expect(transposed, transposed.t(), "transposed");
+  if (!bench.row.takes_gaps) return;
+  const auto gaps = at::ones({4, 6});
+  expect(gaps, gaps.slice(1, 0, 6, 2), "every second column");
+}
+
+// Many operations of any kind and size, in an order that all ranks draw from the same seed.
+void random_operations(const Bench& bench) {
+  std::mt19937 random(7);  // NOLINT: the same on all ranks
+  std::vector<std::function<void()>> checks;
+  const int count = test::soak(200, 10000);
+  for (int i = 0; i < count; ++i) {
+    const auto length = static_cast<std::int64_t>(random() % (i % 16 == 0 ? 300000 : 3000));
+    const int root = static_cast<int>(random() % static_cast<unsigned>(bench.size));
+    auto tensor = std::make_shared<Tensors>(Tensors{values(bench.rank, length, at::kFloat, i)});
+    auto output = std::make_shared<at::Tensor>();
+    c10::intrusive_ptr<c10d::Work> work;
+    at::Tensor expected;
+    switch (random() % 4) {
+      case 0:
+        work = bench.engine.allreduce(*tensor);
+        expected =
+            reference(bench.values_of_all(length, at::kFloat, i), c10d::ReduceOp::SUM, at::kFloat);
+        break;
+      case 1: {
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        work = bench.engine.broadcast(*tensor, options);
+        expected = values(root, length, at::kFloat, i);
+        break;
+      }
+      case 2:
+        *output = at::zeros({length * bench.size});
+        work = bench.engine._allgather_base(*output, (*tensor)[0]);
+        expected = at::cat(bench.values_of_all(length, at::kFloat, i));
+        break;
+      default:
+        work = bench.engine.barrier();
+        break;
+    }
+    checks.push_back([=] {
+      work->wait();
+      if (expected.defined()) {
+        expect_same(output->defined() ? *output : (*tensor)[0], expected, std::to_string(i));
+      }
+    });
+    if (random() % 8 == 0) {  // let up to a few dozen pile up
+      for (const auto& check : checks) check();
+      checks.clear();
+    }
+  }
+  for (const auto& check : checks) check();
+}
+
 void works_have_futures_and_results(const Bench& bench) {
   Tensors tensors = {values(bench.rank, 10, at::kFloat)};
   const auto work = bench.engine.allreduce(tensors);
@@ -466,6 +537,8 @@ const std::vector<Check> kChecks = {
     {"send_and_receive", send_and_receive},
     {"barrier", barrier},
     {"many_in_flight", many_in_flight},
+    {"strides", strides_are_kept_or_refused},
+    {"random_operations", random_operations},
     {"works_have_futures_and_results", works_have_futures_and_results},
     {"bad_calls", bad_calls_throw_and_leave_the_engine_usable},
 };

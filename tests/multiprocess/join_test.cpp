@@ -17,7 +17,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
 using std::chrono::seconds;
 using test::all_passed;
 using test::run_ranks;
@@ -38,6 +37,20 @@ int free_port() {
 void expect_sum_over(const World& world) {
   const auto sum = world.all_reduce(at::full({3}, world.rank() + 1.0));
   EXPECT_EQ(sum[0].item<double>(), world.size() * (world.size() + 1) / 2.0);
+}
+
+// What each rank's join threw.
+template <typename Expected>
+void expect_join_error(const JoinOptions& options, std::initializer_list<std::string> parts) {
+  try {
+    World::join(options);
+    ADD_FAILURE() << "joined";
+  } catch (const Expected& error) {
+    std::cout << error.what() << std::endl;
+    for (const std::string& part : parts) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part;
+    }
+  }
 }
 
 TEST(Join, AloneEverythingWorks) {
@@ -79,6 +92,25 @@ TEST(Join, UnderTorchrunsVariables) {
        }})));
 }
 
+TEST(Join, AgainOverTcp) {
+  const std::string port = std::to_string(free_port());
+  EXPECT_TRUE(all_passed(run_ranks(
+      2,
+      [](int) {
+        const JoinOptions options{.join_timeout = seconds(30)};
+        for (int i = 0; i < 5; ++i) expect_sum_over(World::join(options));
+        const World one = World::join(options);
+        const World two = World::join(options);  // two at once
+        expect_sum_over(two);
+        expect_sum_over(one);
+      },
+      {.has_place = false,
+       .variables = {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}},
+       .rank_variables = [](int rank) {
+         return std::map<std::string, std::string>{{"RANK", std::to_string(rank)}};
+       }})));
+}
+
 std::size_t num_meeting_files() {
   std::size_t count = 0;
   for (const auto& entry : std::filesystem::directory_iterator(testing::TempDir())) {
@@ -100,6 +132,33 @@ TEST(Join, UnderMpisVariablesOnOneHostLeavesNoFile) {
   EXPECT_EQ(num_meeting_files(), before);
 }
 
+TEST(Join, AFailedJoinUnderMpiCanBeTriedAgain) {
+  const std::size_t before = num_meeting_files();
+  const auto results = run_ranks(
+      2,
+      [](int rank) {
+        EXPECT_THROW(
+            World::join({.engine = rank == 0 ? "gloo" : "auto", .join_timeout = seconds(20)}),
+            MismatchError);
+        std::this_thread::sleep_for(seconds(1));  // until all have failed
+        expect_sum_over(World::join({.join_timeout = seconds(30)}));
+      },
+      {.has_place = false,
+       .variables = {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", testing::TempDir()}},
+       .rank_variables = [](int rank) {
+         return std::map<std::string, std::string>{{"PMI_RANK", std::to_string(rank)}};
+       }});
+  EXPECT_TRUE(all_passed(results));
+  EXPECT_EQ(num_meeting_files(), before);
+}
+
+TEST(Join, ABadLogLevelStopsEveryRankBeforeItJoins) {
+  const auto results =
+      run_ranks(2, [](int) { expect_join_error<UsageError>({}, {"LOCKSTEP_LOG is 'loud'"}); },
+                {.variables = {{"LOCKSTEP_LOG", "loud"}}});
+  EXPECT_TRUE(all_passed(results));
+}
+
 TEST(Join, WithTheProgramsOwnStore) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const World world = World::join({.rank = 0, .size = 1, .store = store});
@@ -118,26 +177,12 @@ TEST(Join, AgainInTheSameProcesses) {
   })));
 }
 
-// What each rank's join threw.
-template <typename Expected>
-void expect_join_error(const JoinOptions& options, std::initializer_list<std::string> parts) {
-  try {
-    World::join(options);
-    ADD_FAILURE() << "joined";
-  } catch (const Expected& error) {
-    std::cout << error.what() << std::endl;
-    for (const std::string& part : parts) {
-      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part;
-    }
-  }
-}
-
 TEST(Join, ARankThatNeverComesIsNamedByAll) {
   const auto results = run_ranks(3,
                                  [](int rank) {
                                    if (rank == 1) return;
                                    expect_join_error<TimeoutError>(
-                                       {.join_timeout = milliseconds(500)},
+                                       {.join_timeout = seconds(5)},
                                        {"2 of 3 ranks have come (0, 2); missing: rank 1"});
                                  },
                                  {.deadline = kBound});
@@ -149,7 +194,7 @@ TEST(Join, WithoutRank0) {
       run_ranks(2,
                 [](int rank) {
                   if (rank == 0) return;
-                  expect_join_error<TimeoutError>({.join_timeout = milliseconds(500)},
+                  expect_join_error<TimeoutError>({.join_timeout = seconds(5)},
                                                   {"missing: rank 0", "on rank 1"});
                 },
                 {.deadline = kBound});
@@ -202,7 +247,7 @@ TEST(Join, ARankThatDiesWhileJoining) {
       [](int rank) {
         if (rank == 1) {  // comes and dies; rank 2 comes late, so that the others still wait
           std::thread([] {
-            std::this_thread::sleep_for(milliseconds(500));
+            std::this_thread::sleep_for(seconds(3));  // by then it has put down its record
             ::_exit(3);
           }).detach();
         }
@@ -218,7 +263,7 @@ TEST(Join, ARankThatDiesWhileJoining) {
 
 TEST(Join, AnEngineThatDoesNotExist) {
   expect_join_error<UsageError>({.engine = "pigeon"},
-                                {"There is no engine 'pigeon'", "auto, solo, gloo"});
+                                {"There is no engine 'pigeon'", "auto, solo, shm, gloo"});
 }
 
 TEST(Join, TheEngineOfTheEnvironment) {

@@ -69,6 +69,10 @@ TEST_P(Collectives, GradientsAndParametersMayTakePart) {
     EXPECT_TRUE(at::equal(parameter.detach(), at::zeros({3})));
     EXPECT_TRUE(parameter.requires_grad());
     EXPECT_FALSE(world.all_gather(parameter).requires_grad());
+    const auto conjugate =
+        world.on_rank0([] { return at::full({2}, c10::complex<float>(1, 2)).conj(); });
+    EXPECT_TRUE(at::equal(conjugate, at::full({2}, c10::complex<float>(1, -2))));
+    EXPECT_TRUE(at::equal(world.all_gather(at::ones({1}).expand({3}))[0], at::ones({3})));
   })));
 }
 
@@ -77,6 +81,7 @@ TEST_P(Collectives, BadCallsAreRefusedOnTheSpot) {
     const World world = World::join();
     EXPECT_THROW(world.all_reduce(at::Tensor()), UsageError);
     EXPECT_THROW(world.all_reduce(at::eye(3).to_sparse()), UsageError);
+    EXPECT_THROW(world.all_reduce(at::ones({1}).expand({3})), UsageError);
     EXPECT_THROW(world.broadcast(at::zeros({3}), world.size()), UsageError);
     EXPECT_THROW(world.broadcast(at::zeros({3}), -1), UsageError);
     EXPECT_THROW(world.reduce_scatter(at::zeros({world.size() + 1, 2})), UsageError);
@@ -110,6 +115,8 @@ TEST_P(Collectives, OnRank0RunsOnceAndAllHaveTheResult) {
                    })
                   .sizes(),
               (std::vector<std::int64_t>{0, 4}));
+    const std::string kept = "kept";
+    EXPECT_EQ(world.on_rank0([&]() -> const std::string& { return kept; }), "kept");
     world.on_rank0([] {});
   })));
 }

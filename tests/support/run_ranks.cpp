@@ -61,7 +61,7 @@ struct Ranks::Impl {
     ::poll(fds.data(), fds.size(), 10);  // milliseconds; a closed one is negative and is skipped
     for (std::size_t i = 0; i < children.size(); ++i) {
       if ((fds[i].revents & (POLLIN | POLLHUP)) != 0) read_from(children[i]);
-      reap(children[i]);
+      look_at(children[i]);
     }
     if (Clock::now() < deadline) return;
     for (Child& child : children) {
@@ -78,11 +78,21 @@ struct Ranks::Impl {
     if (count == 0) child.output.reset();
   }
 
-  void reap(Child& child) const {
-    int status = 0;
-    if (child.has_ended || ::waitpid(child.pid, &status, WNOHANG) != child.pid) return;
+  // Looks whether the rank has ended, but leaves it as a zombie until all have: so long the others
+  // can see how it ended.
+  void look_at(Child& child) const {
+    siginfo_t info{};
+    if (child.has_ended ||
+        ::waitid(P_PID, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+        info.si_pid == 0) {
+      return;
+    }
     child.has_ended = true;
-    child.result.status = ExitStatus::from_wait(status);
+    if (info.si_code == CLD_EXITED) {
+      child.result.status.code = info.si_status;
+    } else {
+      child.result.status.signal = info.si_status;
+    }
     child.result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   }
 
@@ -128,8 +138,7 @@ Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
 
 Ranks::~Ranks() {
   for (Child& child : impl_->children) {
-    if (child.has_ended) continue;
-    ::kill(-child.pid, SIGKILL);
+    ::kill(-child.pid, SIGKILL);  // and what it has left behind
     ::waitpid(child.pid, nullptr, 0);
   }
 }

@@ -1,0 +1,350 @@
+// How a group is made, waited for, and ends.
+
+#include "shm/group.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/error.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <sstream>
+
+#include "base/log.h"
+#include "shm/doorbell.h"
+
+namespace lockstep::shm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Dead and failed peers are looked for this often while waiting.
+constexpr auto kLookAround = std::chrono::milliseconds(50);
+constexpr auto kFirstWarning = std::chrono::seconds(10);
+
+int num_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return ::sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+// What a rank tells the others: who it is, what it was built as, and where its memory is.
+std::string introduction(const Segment& segment) {
+  const SegmentName name = segment.name();
+  return fmt::format("{} {} {} {} {} {} {}", kShmVersion, sizeof(Control), name.owner.pid,
+                     name.owner.start_time, name.fd, name.bytes, name.address);
+}
+
+}  // namespace
+
+const char* name_of(Kind kind) {
+  static constexpr const char* kNames[] = {"barrier",   "all_reduce",     "reduce",
+                                           "broadcast", "all_gather",     "gather",
+                                           "scatter",   "reduce_scatter", "all_to_all"};
+  const auto index = static_cast<std::size_t>(kind);
+  return index < sizeof kNames / sizeof *kNames ? kNames[index] : "unknown operation";
+}
+
+std::string Operation::text() const {
+  if (kind == Kind::kBarrier) return "barrier";
+  std::string result = fmt::format("{} of {}[{}], {} bytes", name_of(kind), name_of(type), count,
+                                   count * size_of(type));
+  if (reduction != Reduction::kNone && reduction != Reduction::kSum) {
+    result += fmt::format(", {}", name_of(reduction));
+  }
+  if (root != 0) result += fmt::format(", root {}", root);
+  return result;
+}
+
+Group::Group(const GroupOptions& options, const Exchange& exchange)
+    : options_(options),
+      staging_users_(kStagingPieces, 0),
+      peer_areas_(static_cast<std::size_t>(options.size)),
+      arriving_(static_cast<std::size_t>(options.size)) {
+  if (options.size < 1 || options.size > kMaxRanks || options.rank < 0 ||
+      options.rank >= options.size) {
+    throw UsageError({.rank = options.rank, .operation = "shared memory"},
+                     fmt::format("Rank {} of {} cannot be: the engine \"shm\" connects 1 to {} "
+                                 "ranks.\nUse fewer ranks on this host, or the engine \"gloo\".",
+                                 options.rank, options.size, kMaxRanks));
+  }
+  if (options_.spin.count() < 0) {
+    options_.spin = std::chrono::microseconds(options.size <= num_cores() ? 50 : 0);
+  }
+  connect(exchange);
+}
+
+void Group::connect(const Exchange& exchange) {
+  Segment mine = Segment::create(segment_bytes(size()));
+  auto* control = new (mine.data()) Control;
+  for (int peer = 0; peer < size(); ++peer) {
+    new (mine.data() + kChannelsOffset + static_cast<std::size_t>(peer) * sizeof(Channel)) Channel;
+  }
+  control->magic = kShmMagic;
+  control->version = kShmVersion;
+  const std::vector<std::string> all = exchange(introduction(mine));
+  for (int peer = 0; peer < size(); ++peer) {
+    const std::string& text = all[static_cast<std::size_t>(peer)];
+    std::istringstream fields(text);
+    std::uint32_t version = 0;
+    std::size_t control_bytes = 0;
+    SegmentName name;
+    fields >> version >> control_bytes >> name.owner.pid >> name.owner.start_time >> name.fd >>
+        name.bytes >> name.address;
+    if (!fields || version != kShmVersion || control_bytes != sizeof(Control)) {
+      throw MismatchError(
+          {.rank = rank(), .peer = peer, .operation = "shared memory"},
+          fmt::format("Rank {} was built with another version of lockstep: its shared memory is "
+                      "version {} with {} bytes, here it is {} with {}.\n"
+                      "Start the same program on all ranks.",
+                      peer, version, control_bytes, kShmVersion, sizeof(Control)));
+    }
+    processes_.push_back(name.owner);
+    segments_.push_back(peer == rank() ? std::move(mine) : Segment::attach(name));
+    controls_.push_back(reinterpret_cast<Control*>(segments_.back().data()));
+  }
+  exchange("attached");  // nobody goes away before all have attached
+}
+
+Group::~Group() { leave(); }
+
+void Group::leave() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (has_left_) return;
+  has_left_ = true;
+  if (!failure_) self().state.store(RankState::kLeft);
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) ring_even_if_awake(control(peer));
+  }
+}
+
+void Group::check(const Operation& operation) const {
+  const auto refuse = [&](const std::string& message) {
+    throw UsageError({.rank = rank(), .operation = name_of(operation.kind)}, message);
+  };
+  if (operation.root < 0 || operation.root >= size()) {
+    refuse(fmt::format("{} was given root {} in a world of {}.\nGive a rank from 0 to {}.",
+                       name_of(operation.kind), operation.root, size(), size() - 1));
+  }
+  if (operation.reduction != Reduction::kNone && !can_reduce(operation.type, operation.reduction)) {
+    refuse(fmt::format("There is no {} of {} elements.\nUse another operation or type.",
+                       name_of(operation.reduction), name_of(operation.type)));
+  }
+}
+
+std::shared_ptr<Request> Group::start(Operation operation) {
+  check(operation);
+  auto request = std::make_shared<Request>();
+  const std::size_t per_piece = elements_per_piece(operation);
+  request->num_pieces = std::max<std::uint64_t>((operation.count + per_piece - 1) / per_piece, 1);
+  request->operation = std::move(operation);
+  const std::lock_guard lock(mutex_);
+  throw_if_failed();
+  waiting_.push_back(request);
+  while (post_next()) {
+  }
+  return request;
+}
+
+bool Group::is_done(const Request& request) {
+  if (request.is_done || request.is_mail) return request.is_done;
+  if (request.num_done < request.num_pieces) return false;
+  if (request.must_be_retired && min_retired_ < request.last_piece &&
+      min_retired() < request.last_piece) {
+    return false;
+  }
+  const_cast<Request&>(request).is_done = true;
+  return true;
+}
+
+bool Group::poll(const Request& request) {
+  const std::lock_guard lock(mutex_);
+  if (request.is_done) return true;
+  throw_if_failed();
+  try {
+    progress(false);
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  return is_done(request);
+}
+
+void Group::wait(const Request& request, std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  if (request.is_done) return;
+  throw_if_failed();
+  const auto start = Clock::now();
+  auto last_look = start;
+  auto spin_until = start + options_.spin;
+  bool has_warned = false;
+  try {
+    while (true) {
+      const bool has_moved = progress(true);
+      if (is_done(request)) return;
+      const auto now = Clock::now();
+      if (has_moved) spin_until = now + options_.spin;
+      if (now < spin_until) {
+        relax();
+        continue;
+      }
+      Sleep sleep(self());
+      if (progress(true)) continue;
+      if (is_done(request)) return;
+      if (now - last_look >= kLookAround) {
+        if (request.is_mail) {
+          check_mail_peer(request);
+        } else {
+          check_peers(request.num_posted == 0 ? num_posted_ + 1 : request.last_piece);
+        }
+        last_look = now;
+      }
+      if (now - start >= timeout) time_out(request, timeout);
+      if (now - start >= kFirstWarning && !has_warned) {
+        has_warned = true;
+        Log(rank()).warning("{} has been waiting for other ranks for {} s",
+                            request.is_mail ? text_of_mail(request) : request.operation.text(),
+                            kFirstWarning.count());
+      }
+      lock.unlock();
+      sleep.nap(std::min<std::chrono::nanoseconds>(kLookAround, timeout));
+      lock.lock();
+      throw_if_failed();
+      spin_until = Clock::now() + options_.spin;
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    fail(std::current_exception());
+  }
+}
+
+// Throws if an operation up to piece `number` cannot end any more, because a rank is gone or has
+// failed. A rank that has retired the piece has done its part.
+void Group::check_peers(std::uint64_t number) {
+  const std::string what =
+      active_.empty() ? "room for an operation" : active_.front().request->operation.text();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank() && control(peer).retired.load() < number) check_peer(peer, what);
+  }
+}
+
+// Throws if the rank is gone or has failed, while this one waits for `what`.
+void Group::check_peer(int peer, const std::string& what) {
+  const Control& theirs = control(peer);
+  const ErrorPlace place{.rank = rank(), .peer = peer, .operation = what.substr(0, what.find(' '))};
+  const RankState state = theirs.state.load();
+  if (state == RankState::kFailed) {
+    throw_error(static_cast<ErrorKind>(theirs.failure_kind),
+                {.rank = rank(), .peer = theirs.failure_peer, .operation = place.operation},
+                fmt::format("Because rank {}: {}", peer, theirs.reason));
+  }
+  const ProcessId& process = processes_[static_cast<std::size_t>(peer)];
+  if (!is_alive(process)) {
+    throw PeerLostError(
+        place,
+        fmt::format("{} lost rank {} (pid {}), which {}.\nLook at the last lines of rank {}, "
+                    "mend the cause, and start the job again.",
+                    what, peer, process.pid, describe_end(process), peer));
+  }
+  if (state == RankState::kLeft) {
+    throw PeerLostError(place, fmt::format("{} waits for rank {} (pid {}), which has left this "
+                                           "world.\nMake the same calls on all ranks before the "
+                                           "world ends.",
+                                           what, peer, process.pid));
+  }
+}
+
+void Group::time_out(const Request& request, std::chrono::milliseconds timeout) {
+  const double seconds = std::chrono::duration<double>(timeout).count();
+  if (request.is_mail) {
+    throw TimeoutError(
+        {.rank = rank(), .peer = request.peer, .operation = request.is_send ? "send" : "recv"},
+        fmt::format("{} waited {:.1f} s.\nCheck that the other side makes the matching call, or "
+                    "raise JoinOptions::timeout.",
+                    text_of_mail(request), seconds));
+  }
+  std::vector<int> missing;
+  const std::uint64_t number = active_.empty() ? num_posted_ + 1 : active_.front().number;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank() && control(peer).retired.load() < number &&
+        slot(peer, number).posted.load() != number) {
+      missing.push_back(peer);
+    }
+  }
+  throw TimeoutError(
+      {.rank = rank(),
+       .peer = missing.empty() ? -1 : missing.front(),
+       .operation = name_of(request.operation.kind)},
+      fmt::format("{} waited {:.1f} s for {}.\nCheck what it is doing, make the same calls in the "
+                  "same order on all ranks, or raise JoinOptions::timeout.",
+                  request.operation.text(), seconds,
+                  missing.empty() ? std::string("a rank that was stopped in the middle of it")
+                                  : fmt::format("rank {}", fmt::join(missing, ", "))));
+}
+
+void Group::throw_if_failed() const {
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+// The first failure is this group's end: it is kept, told to the others, and thrown.
+void Group::fail(std::exception_ptr error) {
+  if (!failure_) {
+    failure_ = error;
+    Control& mine = self();
+    mine.failure_kind = static_cast<int>(ErrorKind::kSystem);
+    mine.failure_peer = rank();
+    std::string reason = "an unknown error";
+    try {
+      std::rethrow_exception(error);
+    } catch (const Error& known) {
+      mine.failure_kind = static_cast<int>(known.kind());
+      mine.failure_peer = known.peer();
+      reason = known.message();
+    } catch (const std::exception& other) {
+      reason = other.what();
+    }
+    reason.copy(mine.reason, kReasonBytes - 1);
+    mine.state.store(RankState::kFailed);
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank()) ring_even_if_awake(control(peer));
+    }
+  }
+  std::rethrow_exception(failure_);
+}
+
+std::byte* Group::allocate(std::size_t bytes) {
+  bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
+  const std::lock_guard lock(mutex_);
+  OwnArea* best = nullptr;
+  for (OwnArea& area : own_areas_) {
+    const bool fits =
+        area.is_free && area.segment.size() >= bytes && area.segment.size() <= 2 * bytes;
+    if (fits && (best == nullptr || area.segment.size() < best->segment.size())) best = &area;
+  }
+  if (best == nullptr) {
+    if (own_areas_.size() == kMaxAreas) {
+      throw UsageError({.rank = rank(), .operation = "allocate"},
+                       fmt::format("There are {} pieces of shared memory already.\n"
+                                   "Allocate fewer and larger ones.",
+                                   kMaxAreas));
+    }
+    const auto index = static_cast<std::uint32_t>(own_areas_.size());
+    own_areas_.push_back({Segment::create(bytes), index, false});
+    best = &own_areas_.back();
+    const SegmentName name = best->segment.name();
+    self().areas[index] = {name.fd, name.bytes, name.address};
+  }
+  best->is_free = false;
+  return best->segment.data();
+}
+
+void Group::release(std::byte* memory) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (OwnArea& area : own_areas_) {
+    if (area.segment.data() == memory) area.is_free = true;
+  }
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,126 @@
+// What stands in the shared memory of each rank, and who may write it.
+//
+// Every rank owns one segment. Only the owner writes there, with these exceptions: the doorbell,
+// the counters of rank 0's slots, which all ranks share, and Channel::num_read. All ranks issue the
+// same pieces in the same order; piece number s (from 1) uses slot s % kSlots of every rank.
+//
+// A piece's life, on each rank:
+//   posted   the record is written and the input may be read by others; slot.posted = s (release)
+//   ready    posted by all ranks (acquire): the records are compared
+//   done     either this rank has taken what it needs from the others ("pull"), or all chunks of
+//   the
+//            piece have been reduced in place by whoever claimed them ("claim")
+//   retired  this rank needs nothing of the others' memory of this piece; control.retired = s
+// Slot and staging memory of piece s may be used again once all ranks have retired s.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "shm/types.h"
+
+namespace lockstep::shm {
+
+constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
+constexpr std::uint32_t kShmVersion = 1;                 // of everything in this file
+
+constexpr std::size_t kLine = 64;             // bytes of a cache line
+constexpr std::uint64_t kSlots = 64;          // pieces in flight
+constexpr std::size_t kInlineBytes = 4096;    // inputs up to this size travel in the slot
+constexpr std::size_t kPieceBytes = 1 << 20;  // larger operations are cut into pieces
+constexpr std::size_t kStagingPieces = 4;     // how many of them a rank has room for
+constexpr std::size_t kMaxChunks = 64;        // of a piece: bits of Slot::claimed
+constexpr std::size_t kMaxAreas = 1024;       // memory handed out for zero-copy operations
+constexpr std::size_t kReasonBytes = 1024;
+
+enum class Kind : std::uint8_t {
+  kBarrier,
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kAllToAll,
+};
+const char* name_of(Kind kind);
+
+// What a rank says of a piece. All fields before `place` must be equal on all ranks.
+struct Record {
+  Kind kind;
+  DataType type;
+  Reduction reduction;
+  std::uint8_t unused;
+  std::int32_t root;
+  std::uint64_t total;   // elements of a part in the whole operation
+  std::uint32_t piece;   // which piece of the operation
+  std::uint32_t place;   // where the input is: kInline, kStaging, or an area
+  std::uint64_t offset;  // in there
+  double factor;         // of Reduction::kScaledSum
+};
+constexpr std::uint32_t kInline = 0xffffffff;
+constexpr std::uint32_t kStaging = 0xfffffffe;
+
+struct alignas(kLine) Slot {
+  std::atomic<std::uint64_t> posted{0};
+  Record record;
+  alignas(kLine) std::atomic<std::uint64_t> claimed{0};   // rank 0's only: a bit per chunk
+  alignas(kLine) std::atomic<std::uint32_t> num_done{0};  // rank 0's only: chunks
+  alignas(kLine) std::byte payload[kInlineBytes];
+};
+
+// Memory for zero-copy operations: a segment that peers attach when they first meet it.
+struct Area {
+  std::int32_t fd;
+  std::uint64_t bytes;
+  std::uint64_t address;
+};
+
+enum class RankState : std::uint32_t { kRunning, kFailed, kLeft };
+
+struct alignas(kLine) Control {
+  std::uint64_t magic;
+  std::uint32_t version;
+  alignas(kLine) std::atomic<std::uint32_t> doorbell{0};  // a futex; peers add 1 and wake
+  std::atomic<std::uint32_t> is_asleep{0};
+  alignas(kLine) std::atomic<std::uint64_t> retired{0};
+  alignas(kLine) std::atomic<RankState> state{RankState::kRunning};
+  std::int32_t failure_kind;  // an ErrorKind; valid with reason once state is kFailed
+  std::int32_t failure_peer;
+  char reason[kReasonBytes];
+  alignas(kLine) std::array<Area, kMaxAreas> areas;  // written before a record names them
+  std::array<Slot, kSlots> slots;
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(std::atomic<RankState>::is_always_lock_free);
+
+// Messages from one rank to another: a ring of cells in the sender's segment, one ring per
+// receiver. A message takes as many cells in a row as it needs, at least one.
+constexpr std::size_t kCellBytes = 16 << 10;
+constexpr std::size_t kCells = 4;
+
+struct alignas(kLine) Cell {
+  std::uint64_t message_bytes;
+  std::int32_t tag;
+  std::uint32_t bytes;  // of the message in this cell
+  alignas(kLine) std::byte data[kCellBytes];
+};
+
+struct alignas(kLine) Channel {
+  alignas(kLine) std::atomic<std::uint64_t> num_written{0};  // cells; by the sender
+  alignas(kLine) std::atomic<std::uint64_t> num_read{0};     // by the receiver
+  std::array<Cell, kCells> cells;
+};
+
+// A segment: Control, staging memory, and a Channel to each rank.
+constexpr std::size_t kStagingOffset = (sizeof(Control) + 4095) / 4096 * 4096;
+constexpr std::size_t kChannelsOffset = kStagingOffset + kStagingPieces * kPieceBytes;
+constexpr std::size_t segment_bytes(int num_ranks) {
+  return kChannelsOffset + static_cast<std::size_t>(num_ranks) * sizeof(Channel);
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,66 @@
+// What a caller asks of a group of ranks, and what becomes of it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shm/layout.h"
+
+namespace lockstep::shm {
+
+// Memory in equal parts: one behind the other, or anywhere.
+struct Parts {
+  std::byte* base = nullptr;
+  std::size_t stride = 0;                // bytes from part to part
+  std::vector<std::byte*> list = {};     // if not empty: each part's own place
+  std::vector<std::size_t> counts = {};  // if not empty: elements of each part (uneven kAllToAll)
+
+  bool is_empty() const { return base == nullptr && list.empty(); }
+  std::byte* part(int index) const {
+    return list.empty() ? base + static_cast<std::size_t>(index) * stride
+                        : list[static_cast<std::size_t>(index)];
+  }
+};
+
+// A collective on raw memory. By kind, `input` has 1 part, or one per rank for kScatter (at the
+// root), kReduceScatter and kAllToAll; `output` has 1 part, or one per rank for kAllGather, kGather
+// (at the root) and kAllToAll. What a rank neither gives nor takes is empty.
+struct Operation {
+  Kind kind = Kind::kBarrier;
+  DataType type = DataType::kBytes;
+  Reduction reduction = Reduction::kNone;
+  int root = 0;
+  double factor = 1;      // of Reduction::kScaledSum
+  std::size_t count = 0;  // elements of one part, the same on all ranks
+  Parts input = {};
+  Parts output = {};
+
+  // "all_reduce of f32[1000], 4000 bytes"
+  std::string text() const;
+};
+
+// An operation under way. Belongs to its group, which moves it on; see Group::poll and wait.
+struct Request {
+  Operation operation;
+  std::uint64_t num_pieces = 0;
+  std::uint64_t num_posted = 0;
+  std::uint64_t num_done = 0;
+  std::uint64_t last_piece = 0;  // the number of the last piece posted
+  bool must_be_retired = false;  // others read the caller's own memory: not done until they have
+  bool is_done = false;
+
+  // A message from one rank to another, instead of an operation.
+  bool is_mail = false;
+  bool is_send = false;
+  int peer = 0;  // kAnyRank: whoever sends; after that, who it was
+  int tag = 0;
+  std::byte* memory = nullptr;
+  std::size_t bytes = 0;
+  std::size_t bytes_moved = 0;
+};
+
+constexpr int kAnyRank = -1;
+
+}  // namespace lockstep::shm

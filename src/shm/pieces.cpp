@@ -1,0 +1,383 @@
+// How pieces of operations move: posted, ready, done, retired (layout.h).
+
+#include <fmt/format.h>
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "shm/doorbell.h"
+#include "shm/group.h"
+
+namespace lockstep::shm {
+namespace {
+
+// Chunks are claimed whole: large enough that claiming costs nothing, small enough that a rank that
+// has come late finds something to do, and at least one for each rank.
+constexpr std::size_t kChunkBytes = 128 << 10;
+
+// Above this and with more than two ranks, reducing everything on every rank costs more than a
+// second synchronisation and a copy.
+constexpr std::size_t kPullBytes = 16 << 10;
+
+bool gives_input(const Operation& operation) { return !operation.input.is_empty(); }
+
+// How many elements of a part are in a piece: uneven parts end where they end.
+std::size_t count_in_piece(const Parts& parts, int part, std::size_t first, std::size_t count) {
+  if (parts.counts.empty()) return count;
+  const std::size_t whole = parts.counts[static_cast<std::size_t>(part)];
+  return whole <= first ? 0 : std::min(count, whole - first);
+}
+
+// Whether peers may read the caller's own memory: not if this rank writes there meanwhile.
+bool may_be_read_in_place(const Operation& operation) {
+  return operation.kind != Kind::kAllToAll && operation.input.list.empty();
+}
+
+}  // namespace
+
+int Group::num_input_parts(const Operation& operation) const {
+  switch (operation.kind) {
+    case Kind::kScatter:
+    case Kind::kReduceScatter:
+    case Kind::kAllToAll:
+      return size();
+    default:
+      return 1;
+  }
+}
+
+// The same on all ranks: it depends on nothing but the operation. Whole cache lines.
+std::size_t Group::elements_per_piece(const Operation& operation) const {
+  const std::size_t element = size_of(operation.type);
+  const std::size_t per_part = kPieceBytes / static_cast<std::size_t>(num_input_parts(operation));
+  return std::max<std::size_t>(per_part / kLine * kLine / element, 1);
+}
+
+std::uint64_t Group::min_retired() {
+  std::uint64_t least = num_retired_;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) continue;
+    least = std::min(least, control(peer).retired.load());
+  }
+  return min_retired_ = least;
+}
+
+void Group::ring_all() {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) ring(control(peer));
+  }
+}
+
+bool Group::progress(bool is_waiting) {
+  bool has_moved = false;
+  while (post_next()) has_moved = true;
+  for (Piece& piece : active_) {
+    if (!piece.is_done && advance(piece, is_waiting)) has_moved = true;
+  }
+  if (!active_.empty() && active_.front().is_done) retire();
+  if (has_mail() && move_mail()) has_moved = true;
+  return has_moved;
+}
+
+// Posts one piece if there is one, a slot for it, and room for its input.
+bool Group::post_next() {
+  if (waiting_.empty()) return false;
+  const std::shared_ptr<Request> request = waiting_.front();
+  const Operation& operation = request->operation;
+  const std::uint64_t number = num_posted_ + 1;
+  if (number > kSlots && min_retired_ < number - kSlots && min_retired() < number - kSlots) {
+    return false;
+  }
+  Piece piece;
+  piece.request = request;
+  piece.number = number;
+  piece.first = request->num_posted * elements_per_piece(operation);
+  piece.count = std::min(elements_per_piece(operation), operation.count - piece.first);
+  Slot& mine = slot(rank(), number);
+  mine.record = {.kind = operation.kind,
+                 .type = operation.type,
+                 .reduction = operation.reduction,
+                 .unused = 0,
+                 .root = operation.root,
+                 .total = operation.count,
+                 .piece = static_cast<std::uint32_t>(request->num_posted),
+                 .place = kInline,
+                 .offset = 0,
+                 .factor = operation.factor};
+  const std::size_t bytes =
+      piece.count * size_of(operation.type) * static_cast<std::size_t>(num_input_parts(operation));
+  if (gives_input(operation) && bytes > kInlineBytes) {
+    place_input(*request, piece, mine);
+    if (mine.record.place == kInline) return false;  // no room yet
+  } else if (gives_input(operation)) {
+    copy_input(operation, piece, mine.payload);
+  }
+  if (rank() == 0) {
+    mine.claimed.store(0, std::memory_order_relaxed);
+    mine.num_done.store(0, std::memory_order_relaxed);
+  }
+  mine.posted.store(number);  // sequentially consistent: see doorbell.h
+  num_posted_ = number;
+  request->last_piece = number;
+  if (++request->num_posted == request->num_pieces) waiting_.pop_front();
+  active_.push_back(std::move(piece));
+  ring_all();
+  return true;
+}
+
+// A large input: read in place if it is in an area, else copied to a free place in the staging
+// memory. Leaves record.place as it is if there is none.
+void Group::place_input(const Request& request, Piece& piece, Slot& mine) {
+  const Operation& operation = request.operation;
+  const std::size_t element = size_of(operation.type);
+  if (may_be_read_in_place(operation)) {
+    const std::byte* begin = operation.input.base;
+    const std::size_t bytes =
+        operation.count * element * static_cast<std::size_t>(num_input_parts(operation));
+    for (const OwnArea& area : own_areas_) {
+      if (begin < area.segment.data() ||
+          begin + bytes > area.segment.data() + area.segment.size()) {
+        continue;
+      }
+      mine.record.place = area.index;
+      mine.record.offset =
+          static_cast<std::uint64_t>(begin - area.segment.data()) + piece.first * element;
+      return;
+    }
+  }
+  std::uint64_t& user = staging_users_[num_staged_ % kStagingPieces];
+  if (user > min_retired_ && user > min_retired()) return;
+  user = piece.number;
+  mine.record.place = kStaging;
+  mine.record.offset = num_staged_++ % kStagingPieces * kPieceBytes;
+  copy_input(operation, piece, input_of(rank(), piece, 0));
+}
+
+// The parts one behind the other; of uneven ones, what there is.
+void Group::copy_input(const Operation& operation, const Piece& piece, std::byte* target) const {
+  const std::size_t element = size_of(operation.type);
+  for (int part = 0; part < num_input_parts(operation); ++part) {
+    const std::size_t count = count_in_piece(operation.input, part, piece.first, piece.count);
+    if (count != 0) {
+      std::memcpy(target, operation.input.part(part) + piece.first * element, count * element);
+    }
+    target += piece.count * element;
+  }
+}
+
+// Where a rank's input of this piece is, in this process. In an area the parts lie as in the
+// operation; elsewhere they are packed.
+std::byte* Group::input_of(int peer, const Piece& piece, int part) {
+  Slot& theirs = slot(peer, piece.number);
+  const Record& record = theirs.record;
+  const std::size_t element = size_of(record.type);
+  const auto index = static_cast<std::size_t>(part);
+  if (record.place == kInline) return theirs.payload + index * piece.count * element;
+  if (record.place == kStaging) {
+    return segments_[static_cast<std::size_t>(peer)].data() + kStagingOffset + record.offset +
+           index * piece.count * element;
+  }
+  return attach_area(peer, record.place) + record.offset + index * record.total * element;
+}
+
+std::byte* Group::attach_area(int peer, std::uint32_t index) {
+  if (peer == rank()) {
+    for (const OwnArea& area : own_areas_) {
+      if (area.index == index) return area.segment.data();
+    }
+  }
+  auto& known = peer_areas_[static_cast<std::size_t>(peer)];
+  auto found = known.find(index);
+  if (found == known.end()) {
+    const Area& area = control(peer).areas[index];
+    found = known
+                .emplace(index, Segment::attach({processes_[static_cast<std::size_t>(peer)],
+                                                 area.fd, area.bytes, area.address}))
+                .first;
+  }
+  return found->second.data();
+}
+
+bool Group::have_all_posted(Piece& piece) {
+  while (piece.num_seen < size() &&
+         slot(piece.num_seen, piece.number).posted.load() == piece.number) {
+    ++piece.num_seen;
+  }
+  return piece.num_seen == size();
+}
+
+bool Group::advance(Piece& piece, bool is_waiting) {
+  if (!piece.is_ready) {
+    if (!have_all_posted(piece)) return false;
+    make_ready(piece);
+  }
+  if (piece.is_claimed) return reduce_chunks(piece, is_waiting);
+  pull(piece);
+  finish(piece);
+  return true;
+}
+
+// All records are there: they must agree, and they decide how an all-reduce is done.
+void Group::make_ready(Piece& piece) {
+  const Record& mine = slot(rank(), piece.number).record;
+  for (int peer = 0; peer < size(); ++peer) {
+    const Record& theirs = slot(peer, piece.number).record;
+    if (std::memcmp(&mine, &theirs, offsetof(Record, place)) == 0) continue;
+    const auto text = [](const Record& record) {
+      Operation operation;
+      operation.kind = record.kind;
+      operation.type = record.type;
+      operation.reduction = record.reduction;
+      operation.root = record.root;
+      operation.count = record.total;
+      return operation.text();
+    };
+    // All ranks name the same two: rank 0 and the first that differs from it.
+    int other = 1;
+    const Record& first = slot(0, piece.number).record;
+    while (std::memcmp(&first, &slot(other, piece.number).record, offsetof(Record, place)) == 0) {
+      ++other;
+    }
+    throw MismatchError(
+        {.rank = rank(), .peer = rank() == other ? 0 : other, .operation = name_of(mine.kind)},
+        fmt::format("Operation {} is {} on rank 0, but {} on rank {}.\nMake the same calls in the "
+                    "same order, with the same sizes and types, on all ranks.",
+                    piece.number, text(first), text(slot(other, piece.number).record), other));
+  }
+  piece.is_ready = true;
+  const Operation& operation = piece.request->operation;
+  if (operation.kind != Kind::kAllReduce) return;
+  const std::size_t element = size_of(operation.type);
+  const std::size_t bytes = piece.count * element;
+  bool is_in_place = size() > 2 && bytes > kPullBytes;
+  for (int peer = 0; peer < size(); ++peer) {
+    is_in_place |= slot(peer, piece.number).record.place < kStaging;
+  }
+  if (!is_in_place) return;
+  piece.is_claimed = true;
+  const std::size_t wanted =
+      std::clamp<std::size_t>(bytes / kChunkBytes, static_cast<std::size_t>(size()), kMaxChunks);
+  const std::size_t chunk_bytes = ((bytes + wanted - 1) / wanted + kLine - 1) / kLine * kLine;
+  piece.chunk_elements = chunk_bytes / element;
+  piece.num_chunks = (piece.count + piece.chunk_elements - 1) / piece.chunk_elements;
+}
+
+// Takes from the others what this rank needs.
+void Group::pull(Piece& piece) {
+  const Operation& operation = piece.request->operation;
+  if (operation.output.is_empty() || piece.count == 0) return;
+  const std::size_t element = size_of(operation.type);
+  const auto output = [&](int part) { return operation.output.part(part) + piece.first * element; };
+  const auto copy = [&](int from, int input_part, int output_part) {
+    const std::size_t count =
+        count_in_piece(operation.output, output_part, piece.first, piece.count);
+    const std::byte* source = input_of(from, piece, input_part);
+    if (count != 0 && source != output(output_part)) {
+      std::memcpy(output(output_part), source, count * element);
+    }
+  };
+  switch (operation.kind) {
+    case Kind::kBroadcast:
+      return copy(operation.root, 0, 0);
+    case Kind::kScatter:
+      return copy(operation.root, rank(), 0);
+    case Kind::kAllToAll:
+      for (int peer = 0; peer < size(); ++peer) copy(peer, rank(), peer);
+      return;
+    case Kind::kAllGather:
+    case Kind::kGather:
+      for (int peer = 0; peer < size(); ++peer) copy(peer, 0, peer);
+      return;
+    default:
+      break;  // the reductions
+  }
+  const void* inputs[kMaxRanks];
+  double factors[kMaxRanks];
+  for (int peer = 0; peer < size(); ++peer) {
+    inputs[peer] = input_of(peer, piece, operation.kind == Kind::kReduceScatter ? rank() : 0);
+    factors[peer] = slot(peer, piece.number).record.factor;
+  }
+  void* outputs[] = {output(0)};
+  reduce({.type = operation.type,
+          .reduction = operation.reduction,
+          .num_inputs = size(),
+          .inputs = inputs,
+          .factors = factors,
+          .num_outputs = 1,
+          .outputs = outputs,
+          .count = piece.count},
+         options_.simd);
+}
+
+// Reduces chunks in place, for all ranks at once. A rank that computes takes only its share, so
+// that the one that is behind is not given more to do; a rank that waits takes what it finds.
+bool Group::reduce_chunks(Piece& piece, bool is_waiting) {
+  const Operation& operation = piece.request->operation;
+  const std::size_t element = size_of(operation.type);
+  Slot& shared = slot(0, piece.number);
+  const auto num_ranks = static_cast<std::size_t>(size());
+  const std::size_t per_rank = (piece.num_chunks + num_ranks - 1) / num_ranks;
+  bool has_moved = false;
+  for (std::size_t i = 0; i < per_rank * num_ranks; ++i) {
+    // Its own first: rank r begins with chunk r, and steps by the number of ranks.
+    const std::size_t chunk =
+        (i % per_rank) * num_ranks + (i / per_rank + static_cast<std::size_t>(rank())) % num_ranks;
+    if (i >= per_rank && !is_waiting) break;
+    if (chunk >= piece.num_chunks) continue;
+    const std::uint64_t bit = std::uint64_t{1} << chunk;
+    if ((piece.my_claims & bit) != 0) continue;
+    piece.my_claims |= bit;
+    if ((shared.claimed.load(std::memory_order_relaxed) & bit) != 0 ||
+        (shared.claimed.fetch_or(bit, std::memory_order_relaxed) & bit) != 0) {
+      continue;
+    }
+    const std::size_t first = chunk * piece.chunk_elements;
+    const void* inputs[kMaxRanks];
+    void* outputs[kMaxRanks];
+    double factors[kMaxRanks];
+    for (int peer = 0; peer < size(); ++peer) {
+      outputs[peer] = input_of(peer, piece, 0) + first * element;
+      inputs[peer] = outputs[peer];
+      factors[peer] = slot(peer, piece.number).record.factor;
+    }
+    reduce({.type = operation.type,
+            .reduction = operation.reduction,
+            .num_inputs = size(),
+            .inputs = inputs,
+            .factors = factors,
+            .num_outputs = size(),
+            .outputs = outputs,
+            .count = std::min(piece.chunk_elements, piece.count - first)},
+           options_.simd);
+    if (shared.num_done.fetch_add(1) + 1 == piece.num_chunks) ring_all();
+    has_moved = true;
+  }
+  // Acquires what all the others have reduced.
+  if (shared.num_done.load() != piece.num_chunks) return has_moved;
+  std::byte* result = input_of(rank(), piece, 0);
+  std::byte* output = operation.output.base + piece.first * element;
+  if (result != output) std::memcpy(output, result, piece.count * element);
+  finish(piece);
+  return true;
+}
+
+void Group::finish(Piece& piece) {
+  piece.is_done = true;
+  Request& request = *piece.request;
+  ++request.num_done;
+  request.must_be_retired |=
+      !piece.is_claimed && slot(rank(), piece.number).record.place < kStaging;
+}
+
+// Pieces are retired in order, so that one number says it all.
+void Group::retire() {
+  while (!active_.empty() && active_.front().is_done) {
+    num_retired_ = active_.front().number;
+    active_.pop_front();
+  }
+  self().retired.store(num_retired_);
+  ring_all();
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,51 @@
+// Segment: memory shared between the ranks of a host, on a memory file that has no name.
+//
+// Invariant: the memory is there in full once the segment exists (no SIGBUS later), and its size
+// cannot change (sealed). A peer attaches through /proc/PID/fd, which the kernel grants to
+// processes of the same user only; a segment disappears with the last process that maps it.
+// Threading: constant after construction.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/posix.h"
+#include "base/process.h"
+
+namespace lockstep::shm {
+
+// How a peer finds a segment.
+struct SegmentName {
+  ProcessId owner;
+  int fd = -1;
+  std::uint64_t bytes = 0;
+  std::uint64_t address = 0;  // in the owner, for ranks that are threads of one process
+};
+
+class Segment {
+ public:
+  // Makes one; all of it is zero and resident.
+  // Throws SystemError or UsageError that says how many bytes are needed and how many there are.
+  static Segment create(std::size_t bytes);
+  // Throws SystemError if it cannot be opened, MismatchError if it is not the one that was named.
+  static Segment attach(const SegmentName& name);
+
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&&) = delete;
+  ~Segment();
+
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+  SegmentName name() const;
+
+ private:
+  Segment(Fd fd, std::byte* data, std::size_t bytes, bool is_mapped)
+      : fd_(std::move(fd)), data_(data), bytes_(bytes), is_mapped_(is_mapped) {}
+
+  Fd fd_;  // of the owner only
+  std::byte* data_;
+  std::size_t bytes_;
+  bool is_mapped_;
+};
+
+}  // namespace lockstep::shm

@@ -1,0 +1,304 @@
+// The protocol of the shared-memory engine, with ranks as threads (also under TSan).
+
+#include "shm/group.h"
+
+#include <gtest/gtest.h>
+#include <lockstep/error.h>
+
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "support/run_ranks.h"
+#include "unit/shm/thread_ranks.h"
+
+namespace lockstep::shm {
+namespace {
+
+using std::chrono::milliseconds;
+
+std::byte* bytes_of(void* memory) { return static_cast<std::byte*>(memory); }
+
+Operation all_reduce(float* data, std::size_t count, Reduction reduction = Reduction::kSum) {
+  Operation operation;
+  operation.kind = Kind::kAllReduce;
+  operation.type = DataType::kF32;
+  operation.reduction = reduction;
+  operation.count = count;
+  operation.input.base = operation.output.base = bytes_of(data);
+  return operation;
+}
+
+void run(Group& group, Operation operation) { group.wait(*group.start(std::move(operation))); }
+
+// Small whole numbers: sums are exact.
+float value(int rank, std::size_t i) { return static_cast<float>((i + 3 * rank) % 17); }
+float sum(int size, std::size_t i) {
+  float total = 0;
+  for (int rank = 0; rank < size; ++rank) total += value(rank, i);
+  return total;
+}
+
+const std::size_t kCounts[] = {0, 1, 3, 1000, 1024, 1025, 5000, 262144, 262145, 700001};
+
+class GroupSizes : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, GroupSizes, testing::Values(1, 2, 3, 4, 8));
+
+TEST_P(GroupSizes, AllReduceOfOwnAndOfSharedMemoryInAnyMixture) {
+  run_threads(GetParam(), [](Group& group) {
+    for (const std::size_t count : kCounts) {
+      for (int num_shared = 0; num_shared <= group.size(); num_shared += group.size()) {
+        // All private, all shared; and only rank 0's shared.
+        for (const bool is_mixed : {false, true}) {
+          const bool is_shared = is_mixed ? group.rank() == 0 : num_shared > 0;
+          std::vector<float> own(count + 1);
+          std::byte* memory = is_shared ? group.allocate(count * 4 + 4) : nullptr;
+          float* data = is_shared ? reinterpret_cast<float*>(memory) : own.data();
+          for (std::size_t i = 0; i < count; ++i) data[i] = value(group.rank(), i);
+          data[count] = -1;
+          run(group, all_reduce(data, count));
+          for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(data[i], sum(group.size(), i)) << i;
+          ASSERT_EQ(data[count], -1) << "wrote behind the end";
+          if (is_shared) group.release(memory);
+        }
+      }
+    }
+  });
+}
+
+TEST_P(GroupSizes, EveryOtherCollective) {
+  run_threads(GetParam(), [](Group& group) {
+    const int size = group.size();
+    const auto num_ranks = static_cast<std::size_t>(size);
+    for (const std::size_t count : {std::size_t{1}, std::size_t{999}, std::size_t{300000}}) {
+      for (const bool is_shared : {false, true}) {
+        std::vector<float> one(count);
+        std::vector<float> all(count * num_ranks, -1);
+        std::vector<float> result(count, -1);
+        std::byte* memory = is_shared ? group.allocate(count * num_ranks * 4) : nullptr;
+        float* in_one = is_shared ? reinterpret_cast<float*>(memory) : one.data();
+        for (std::size_t i = 0; i < count; ++i) in_one[i] = value(group.rank(), i);
+
+        Operation operation;
+        operation.type = DataType::kF32;
+        operation.count = count;
+        operation.kind = Kind::kAllGather;
+        operation.input.base = bytes_of(in_one);
+        operation.output = {.base = bytes_of(all.data()), .stride = count * 4};
+        run(group, operation);
+        for (int peer = 0; peer < size; ++peer) {
+          for (std::size_t i = 0; i < count; ++i) {
+            ASSERT_EQ(all[static_cast<std::size_t>(peer) * count + i], value(peer, i));
+          }
+        }
+
+        const int root = size - 1;
+        operation.kind = Kind::kBroadcast;
+        operation.root = root;
+        operation.input = group.rank() == root ? Parts{.base = bytes_of(in_one)} : Parts{};
+        operation.output = group.rank() == root ? Parts{} : Parts{.base = bytes_of(result.data())};
+        run(group, operation);
+        if (group.rank() != root) {
+          for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(result[i], value(root, i));
+        }
+
+        operation.kind = Kind::kReduce;
+        operation.reduction = Reduction::kSum;
+        operation.input = {.base = bytes_of(in_one)};
+        operation.output = group.rank() == root ? Parts{.base = bytes_of(result.data())} : Parts{};
+        run(group, operation);
+        if (group.rank() == root) {
+          for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(result[i], sum(size, i));
+        }
+
+        // One part per rank; part p of rank r holds value(r, i) + p.
+        std::vector<float> parts(count * num_ranks);
+        float* in_parts = is_shared ? reinterpret_cast<float*>(memory) : parts.data();
+        for (std::size_t p = 0; p < num_ranks; ++p) {
+          for (std::size_t i = 0; i < count; ++i) {
+            in_parts[p * count + i] = value(group.rank(), i) + static_cast<float>(p);
+          }
+        }
+        operation.kind = Kind::kReduceScatter;
+        operation.root = 0;
+        operation.input = {.base = bytes_of(in_parts), .stride = count * 4};
+        operation.output = {.base = bytes_of(result.data())};
+        run(group, operation);
+        for (std::size_t i = 0; i < count; ++i) {
+          ASSERT_EQ(result[i], sum(size, i) + static_cast<float>(size * group.rank()));
+        }
+
+        operation.kind = Kind::kAllToAll;
+        operation.reduction = Reduction::kNone;
+        operation.output = {.base = bytes_of(all.data()), .stride = count * 4};
+        run(group, operation);
+        for (int peer = 0; peer < size; ++peer) {
+          for (std::size_t i = 0; i < count; ++i) {
+            ASSERT_EQ(all[static_cast<std::size_t>(peer) * count + i],
+                      value(peer, i) + static_cast<float>(group.rank()));
+          }
+        }
+
+        operation.kind = Kind::kScatter;
+        operation.root = root;
+        if (group.rank() != root) operation.input = {};
+        operation.output = {.base = bytes_of(result.data())};
+        run(group, operation);
+        for (std::size_t i = 0; i < count; ++i) {
+          ASSERT_EQ(result[i], value(root, i) + static_cast<float>(group.rank()));
+        }
+        if (is_shared) group.release(memory);
+      }
+    }
+  });
+}
+
+TEST_P(GroupSizes, BarriersHoldEverybody) {
+  std::atomic<int> arrived{0};
+  run_threads(GetParam(), [&](Group& group) {
+    for (int i = 0; i < 300; ++i) {
+      ++arrived;
+      run(group, {});
+      EXPECT_GE(arrived.load(), (i + 1) * group.size());
+    }
+  });
+}
+
+// Several hundred pieces at once, more than there are slots and staging places.
+TEST_P(GroupSizes, ManyOperationsInFlight) {
+  run_threads(GetParam(), [](Group& group) {
+    std::vector<std::vector<float>> data;
+    std::vector<std::shared_ptr<Request>> requests;
+    for (std::size_t i = 0; i < 200; ++i) {
+      data.emplace_back(i % 10 == 0 ? 300000 : 10 * i);
+      for (std::size_t j = 0; j < data[i].size(); ++j) data[i][j] = value(group.rank(), i + j);
+    }
+    for (auto& one : data) requests.push_back(group.start(all_reduce(one.data(), one.size())));
+    for (std::size_t i = requests.size(); i-- > 0;) group.wait(*requests[i]);
+    for (std::size_t i = 0; i < data.size(); ++i) {
+      for (std::size_t j = 0; j < data[i].size(); ++j)
+        ASSERT_EQ(data[i][j], sum(group.size(), i + j));
+    }
+  });
+}
+
+TEST_P(GroupSizes, PollingAloneIsEnough) {
+  run_threads(GetParam(), [](Group& group) {
+    std::vector<float> data(500000);
+    for (std::size_t i = 0; i < data.size(); ++i) data[i] = value(group.rank(), i);
+    const auto request = group.start(all_reduce(data.data(), data.size()));
+    while (!group.poll(*request)) std::this_thread::yield();
+    for (std::size_t i = 0; i < data.size(); ++i) ASSERT_EQ(data[i], sum(group.size(), i));
+  });
+}
+
+TEST_P(GroupSizes, TheBitsDependOnNothingButTheOrderOfRanks) {
+  // Values that do not add exactly; chunks, pieces, memory and instruction sets vary.
+  std::vector<std::vector<float>> inputs;
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  constexpr std::size_t kCount = 400003;
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    inputs.emplace_back();
+    for (std::size_t i = 0; i < kCount; ++i) inputs.back().push_back(normal(random));
+  }
+  std::vector<float> expected(kCount);
+  for (std::size_t i = 0; i < kCount; ++i) {
+    std::vector<float> level;
+    for (const auto& input : inputs) level.push_back(input[i]);
+    while (level.size() > 1) {
+      std::vector<float> next;
+      for (std::size_t j = 0; j + 1 < level.size(); j += 2) next.push_back(level[j] + level[j + 1]);
+      if (level.size() % 2 != 0) next.push_back(level.back());
+      level = next;
+    }
+    expected[i] = level[0];
+  }
+  for (const Simd simd : {Simd::kPlain, best_simd()}) {
+    run_threads(GetParam(),
+                [&](Group& group) {
+                  const auto& input = inputs[static_cast<std::size_t>(group.rank())];
+                  auto* shared = reinterpret_cast<float*>(group.allocate(kCount * 4));
+                  std::vector<float> own(input);
+                  for (const std::size_t cut : {kCount, std::size_t{1000}, std::size_t{300001}}) {
+                    std::memcpy(shared, input.data(), kCount * 4);
+                    own = input;
+                    for (std::size_t at = 0; at < kCount; at += cut) {
+                      const std::size_t length = std::min(cut, kCount - at);
+                      run(group, all_reduce(shared + at, length));
+                      run(group, all_reduce(own.data() + at, length));
+                    }
+                    ASSERT_EQ(std::memcmp(shared, expected.data(), kCount * 4), 0);
+                    ASSERT_EQ(std::memcmp(own.data(), expected.data(), kCount * 4), 0);
+                  }
+                },
+                {.simd = simd});
+  }
+}
+
+TEST(Group, TwoGroupsAtOnce) {
+  run_threads(2, [](Group& one) {
+    static ThreadExchange exchange(2);
+    Group two({.rank = one.rank(), .size = 2}, exchange.for_rank(one.rank()));
+    std::vector<float> a(3000, 1);
+    std::vector<float> b(3000, 2);
+    const auto first = one.start(all_reduce(a.data(), a.size()));
+    run(two, all_reduce(b.data(), b.size()));
+    one.wait(*first);
+    EXPECT_EQ(a[5], 2);
+    EXPECT_EQ(b[5], 4);
+    two.leave();
+    exchange.for_rank(one.rank())("left");
+  });
+}
+
+TEST(Group, DifferentCallsAreAnErrorOnAllRanks) {
+  std::atomic<int> num_errors{0};
+  run_threads(3, [&](Group& group) {
+    std::vector<float> data(100);
+    try {
+      run(group, all_reduce(data.data(), group.rank() == 2 ? 99 : 100));
+      ADD_FAILURE();
+    } catch (const MismatchError& error) {
+      ++num_errors;
+      EXPECT_NE(
+          error.message().find("all_reduce of f32[100], 400 bytes on rank 0, but all_reduce of "
+                               "f32[99], 396 bytes on rank 2"),
+          std::string::npos)
+          << error.what();
+    }
+    EXPECT_THROW(group.start({}), MismatchError) << "a group that has failed stays failed";
+  });
+  EXPECT_EQ(num_errors, 3);
+}
+
+TEST(Group, ARankThatStaysAwayIsATimeoutThatNamesIt) {
+  run_threads(3, [](Group& group) {
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(milliseconds(1500));
+      return;
+    }
+    try {
+      group.wait(*group.start({}), milliseconds(300));
+      ADD_FAILURE();
+    } catch (const TimeoutError& error) {
+      EXPECT_NE(error.message().find("barrier waited 0.3 s for rank 1"), std::string::npos)
+          << error.what();
+    }
+  });
+}
+
+TEST(Group, WrongArgumentsAreRefusedBeforeAnythingIsSent) {
+  run_threads(2, [](Group& group) {
+    std::vector<float> data(10);
+    Operation operation = all_reduce(data.data(), 10, Reduction::kXor);
+    EXPECT_THROW(group.start(operation), UsageError);
+    operation.reduction = Reduction::kSum;
+    operation.root = 2;
+    EXPECT_THROW(group.start(operation), UsageError);
+    run(group, {});
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::shm
