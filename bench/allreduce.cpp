@@ -1,13 +1,16 @@
-// All-reduce over the engines of this build: time and bandwidth by size, wrong values counted.
+// Collectives on one host, engine against engine: time and bandwidth by size, wrong values counted.
 //
-//   build/release/bench/allreduce [--ranks 2] [--json]
+//   build/release/bench/allreduce [--ranks 2,4,8] [--max-bytes N] [--only all_reduce] [--json]
 //
-// The ranks are this program again. Engines take turns within a size, so that all of them meet the
-// same state of the machine; ratios between rows of one run are results, absolute times are not.
+// Peers: our c10d calls against Gloo's c10d calls; the torch-free engine against OpenMPI. The ranks
+// are this program again, started by mpirun where there is one. Within a repeat all engines take
+// turns, so that they meet the same state of the machine, and the slowest rank's time counts.
+// Ratios between rows of one run are results; absolute times are not.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <lockstep/lockstep.h>
 #include <sys/wait.h>
 #include <torch/version.h>
@@ -22,146 +25,354 @@
 
 #include "base/posix.h"
 #include "launch/rank_command.h"
+#include "peers/openmpi.h"
+#include "shm/group.h"
 
 namespace {
 
+using namespace lockstep;  // NOLINT: a program
 using Clock = std::chrono::steady_clock;
 
-constexpr int kWarmUp = 5;
-constexpr std::int64_t kSizes[] = {8, 1 << 10, 64 << 10, 1 << 20, 25 << 20};
+constexpr std::int64_t kSizes[] = {8,       1 << 10,  16 << 10,  64 << 10,
+                                   1 << 20, 25 << 20, 100 << 20, 512 << 20};
+constexpr int kWarmUp = 3;
 
 struct Options {
-  int ranks = 2;
+  std::vector<int> ranks = {2, 4, 8};
+  std::int64_t max_bytes = 512 << 20;
+  std::string only;
   bool is_json = false;
 };
 
-int repeats_for(std::int64_t bytes) { return bytes < (1 << 20) ? 200 : 20; }
+// A few seconds for each row of a fast engine, and never less than 3.
+int repeats_for(std::int64_t bytes) {
+  if (std::getenv("LOCKSTEP_BENCH_QUICK") != nullptr) return 3;
+  return static_cast<int>(std::clamp<std::int64_t>((std::int64_t{512} << 20) / bytes, 3, 300));
+}
 
-struct Measured {
-  double p50_us = 0;
-  double p99_us = 0;
+// One way to do a collective: fill, run (timed), count wrong values.
+struct Contestant {
+  std::string engine;
+  std::string mode;
+  at::Tensor memory;  // input, and output where that is in place
+  at::Tensor output;
+  std::function<void()> run;
+  std::vector<double> times = {};
   std::int64_t wrong = 0;
 };
 
-// The slowest rank's time counts for each repeat.
-Measured measure(const lockstep::World& world, std::int64_t bytes) {
-  std::vector<at::Tensor> tensors = {at::empty({bytes / 4}, at::kFloat)};
-  const double expected = world.size() * (world.size() + 1) / 2.0;
-  std::vector<double> times;
-  Measured measured;
-  for (int i = 0; i < kWarmUp + repeats_for(bytes); ++i) {
-    tensors[0].fill_(world.rank() + 1);
-    world.barrier();
-    const auto start = Clock::now();
-    world.backend()->allreduce(tensors)->wait();
-    const std::chrono::duration<double, std::micro> took = Clock::now() - start;
-    if (i >= kWarmUp) times.push_back(took.count());
-    measured.wrong += tensors[0].ne(expected).sum().item<std::int64_t>();
+class Bench {
+ public:
+  Bench(const Options& options, bool has_mpi)
+      : options_(options),
+        has_mpi_(has_mpi),
+        shm_(World::join({.engine = "shm"})),
+        gloo_(World::join({.engine = "gloo"})) {
+    int round = 0;
+    const auto exchange = [&](const std::string& mine) {
+      std::vector<std::string> all;
+      const std::string prefix = fmt::format("bench/{}/", round++);
+      shm_.store()->set(prefix + std::to_string(shm_.rank()), mine);
+      for (int peer = 0; peer < shm_.size(); ++peer) {
+        all.push_back(shm_.store()->get_to_str(prefix + std::to_string(peer)));
+      }
+      return all;
+    };
+    group_ = std::make_shared<shm::Group>(
+        shm::GroupOptions{.rank = shm_.rank(), .size = shm_.size()}, exchange);
   }
-  const auto slowest = world.all_reduce(at::tensor(times, at::kDouble), lockstep::ReduceOp::MAX);
-  const auto sorted = std::get<0>(slowest.sort());
-  const std::int64_t last = sorted.numel() - 1;
-  measured.p50_us = sorted[last / 2].item<double>();
-  measured.p99_us = sorted[last * 99 / 100].item<double>();
-  measured.wrong = world.all_reduce(at::tensor(measured.wrong, at::kLong)).item<std::int64_t>();
-  return measured;
-}
 
-std::string cpu_name() {
-  const std::string text = lockstep::read_small_file("/proc/cpuinfo");
-  const std::size_t at = text.find("model name");
-  if (at == std::string::npos) return "unknown";
-  const std::size_t begin = text.find(": ", at) + 2;
-  return text.substr(begin, text.find('\n', begin) - begin);
-}
-
-void print_heading(const Options& options) {
-  if (options.is_json) return;
-  fmt::print("# all_reduce, float, {} ranks. CPU: {}, {} cores. LibTorch {}, lockstep {}.\n",
-             options.ranks, cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION,
-             LOCKSTEP_VERSION);
-  fmt::print("# Warm-up {}, repeats 200 (20 from 1 MiB); the slowest rank counts.\n", kWarmUp);
-  fmt::print("#{:>7}{:>7}{:>12}{:>12}{:>12}{:>10}{:>8}\n", "engine", "ranks", "bytes", "p50", "p99",
-             "algbw", "wrong");
-  fmt::print("#{:>7}{:>7}{:>12}{:>12}{:>12}{:>10}{:>8}\n", "", "", "(B)", "(us)", "(us)", "(GB/s)",
-             "");
-}
-
-void print_row(const Options& options, const std::string& engine, std::int64_t bytes,
-               const Measured& measured) {
-  const double bandwidth = static_cast<double>(bytes) / measured.p50_us / 1e3;
-  if (options.is_json) {
-    const nlohmann::json row = {{"bench", "allreduce"},
-                                {"engine", engine},
-                                {"ranks", options.ranks},
-                                {"bytes", bytes},
-                                {"dtype", "f32"},
-                                {"p50_us", measured.p50_us},
-                                {"p99_us", measured.p99_us},
-                                {"algbw_gbs", bandwidth},
-                                {"wrong", measured.wrong}};
-    fmt::print("{}\n", row.dump());
-  } else {
-    fmt::print("{:>8}{:>7}{:>12}{:>12.1f}{:>12.1f}{:>10.2f}{:>8}\n", engine, options.ranks, bytes,
-               measured.p50_us, measured.p99_us, bandwidth, measured.wrong);
+  int run() {
+    if (is_speaker()) print_heading();
+    for (const std::int64_t bytes : kSizes) {
+      if (bytes > options_.max_bytes) continue;
+      row_group("all_reduce", bytes, at::kFloat);
+      row_group("all_reduce", bytes, at::kBFloat16);
+    }
+    for (const char* name : {"broadcast", "all_gather", "reduce_scatter"}) {
+      for (const std::int64_t bytes : {1 << 10, 64 << 10, 1 << 20, 25 << 20}) {
+        if (bytes <= options_.max_bytes) row_group(name, bytes, at::kFloat);
+      }
+    }
+    row_group("barrier", 0, at::kFloat);
+    if (is_speaker() && !options_.is_json) {
+      fmt::print("# Wrong values: {} {}\n\n", wrong_, wrong_ == 0 ? "OK" : "FAILED");
+    }
+    return wrong_ == 0 ? 0 : 1;
   }
-  std::fflush(stdout);
-}
+
+ private:
+  int rank() const { return shm_.rank(); }
+  int size() const { return shm_.size(); }
+  bool is_speaker() const { return rank() == 0; }
+
+  // Everybody at the same point, by the quickest means.
+  void line_up() { group_->wait(*group_->start({})); }
+
+  void row_group(const std::string& name, std::int64_t bytes, at::ScalarType type) {
+    if (!options_.only.empty() && options_.only != name) return;
+    std::vector<Contestant> contestants = make(name, bytes, type);
+    for (int i = 0; i < kWarmUp + repeats_for(std::max<std::int64_t>(bytes, 1)); ++i) {
+      for (Contestant& one : contestants) {
+        fill(name, one);
+        line_up();
+        const auto start = Clock::now();
+        one.run();
+        const std::chrono::duration<double, std::micro> took = Clock::now() - start;
+        if (i >= kWarmUp) one.times.push_back(took.count());
+        one.wrong += count_wrong(name, one);
+      }
+    }
+    for (const Contestant& one : contestants) report(name, bytes, type, one);
+  }
+
+  std::vector<Contestant> make(const std::string& name, std::int64_t bytes, at::ScalarType type) {
+    const std::int64_t count = bytes / static_cast<std::int64_t>(c10::elementSize(type));
+    std::vector<Contestant> all;
+    const auto add = [&](const char* engine, const char* mode, bool is_shared) -> Contestant& {
+      Contestant one;
+      one.engine = engine;
+      one.mode = mode;
+      one.memory =
+          is_shared ? shm_.backend()->allocateTensor(count, type) : at::empty({count}, type);
+      if (std::string(engine) == "shm_engine" && is_shared) {
+        std::byte* memory = group_->allocate(static_cast<std::size_t>(bytes));
+        one.memory = at::from_blob(
+            memory, {count}, [group = group_, memory](void*) { group->release(memory); }, type);
+      }
+      const bool has_output = name == "all_gather" || name == "reduce_scatter";
+      if (has_output) one.output = at::empty({name == "all_gather" ? count : count / size()}, type);
+      if (name == "all_gather") one.memory = one.memory.slice(0, 0, count / size());
+      all.push_back(std::move(one));
+      return all.back();
+    };
+    all.reserve(8);
+    const bool has_zero_copy = name != "barrier";
+    c10d_call(name, add("shm", "staged", false), shm_);
+    if (has_zero_copy) c10d_call(name, add("shm", "zero_copy", true), shm_);
+    c10d_call(name, add("gloo", "staged", false), gloo_);
+    raw_call(name, add("shm_engine", "staged", false));
+    if (has_zero_copy) raw_call(name, add("shm_engine", "zero_copy", true));
+    if (has_mpi_ && type == at::kFloat) mpi_call(name, add("openmpi", "staged", false));
+    return all;
+  }
+
+  static void c10d_call(const std::string& name, Contestant& one, const World& world) {
+    const auto engine = world.backend();
+    if (name == "all_reduce") {
+      one.run = [engine, tensors = std::vector<at::Tensor>{one.memory}]() mutable {
+        engine->allreduce(tensors)->wait();
+      };
+    } else if (name == "broadcast") {
+      one.run = [engine, tensors = std::vector<at::Tensor>{one.memory}]() mutable {
+        engine->broadcast(tensors)->wait();
+      };
+    } else if (name == "all_gather") {
+      one.run = [engine, input = one.memory, output = one.output]() mutable {
+        engine->_allgather_base(output, input)->wait();
+      };
+    } else if (name == "reduce_scatter") {
+      one.run = [engine, input = one.memory, output = one.output]() mutable {
+        engine->_reduce_scatter_base(output, input)->wait();
+      };
+    } else {
+      one.run = [engine] { engine->barrier()->wait(); };
+    }
+  }
+
+  void raw_call(const std::string& name, Contestant& one) {
+    shm::Operation operation;
+    operation.type =
+        one.memory.scalar_type() == at::kFloat ? shm::DataType::kF32 : shm::DataType::kBF16;
+    operation.count = static_cast<std::size_t>(one.memory.numel());
+    operation.input.base = static_cast<std::byte*>(one.memory.data_ptr());
+    if (name == "all_reduce") {
+      operation.kind = shm::Kind::kAllReduce;
+      operation.reduction = shm::Reduction::kSum;
+      operation.output = operation.input;
+    } else if (name == "broadcast") {
+      operation.kind = shm::Kind::kBroadcast;
+      if (rank() != 0) std::swap(operation.input, operation.output);
+    } else if (name == "all_gather") {
+      operation.kind = shm::Kind::kAllGather;
+      operation.output = {.base = static_cast<std::byte*>(one.output.data_ptr()),
+                          .stride = one.memory.nbytes()};
+    } else if (name == "reduce_scatter") {
+      operation.kind = shm::Kind::kReduceScatter;
+      operation.reduction = shm::Reduction::kSum;
+      operation.count = static_cast<std::size_t>(one.output.numel());
+      operation.input.stride = one.output.nbytes();
+      operation.output.base = static_cast<std::byte*>(one.output.data_ptr());
+    } else {
+      operation = {};
+    }
+    one.run = [this, operation] { group_->wait(*group_->start(operation)); };
+  }
+
+  static void mpi_call(const std::string& name, Contestant& one) {
+    const at::Tensor memory = one.memory;
+    const at::Tensor output = one.output;
+    if (name == "all_reduce") {
+      one.run = [=] { bench::mpi_all_reduce_f32(memory.data_ptr(), memory.numel()); };
+    } else if (name == "broadcast") {
+      one.run = [=] { bench::mpi_broadcast(memory.data_ptr(), memory.nbytes()); };
+    } else if (name == "all_gather") {
+      one.run = [=] {
+        bench::mpi_all_gather(memory.data_ptr(), output.data_ptr(), memory.nbytes());
+      };
+    } else if (name == "reduce_scatter") {
+      one.run = [=] {
+        bench::mpi_reduce_scatter_f32(memory.data_ptr(), output.data_ptr(), output.numel());
+      };
+    } else {
+      one.run = [] { bench::mpi_barrier(); };
+    }
+  }
+
+  void fill(const std::string& name, Contestant& one) const {
+    if (name != "barrier") one.memory.fill_(rank() + 1);
+    if (one.output.defined()) one.output.zero_();
+  }
+
+  std::int64_t count_wrong(const std::string& name, const Contestant& one) const {
+    const double sum = size() * (size() + 1) / 2.0;
+    const auto differing = [](const at::Tensor& tensor, double expected) {
+      return tensor.ne(expected).sum().item<std::int64_t>();
+    };
+    if (name == "all_reduce") return differing(one.memory, sum);
+    if (name == "broadcast") return differing(one.memory, 1);
+    if (name == "reduce_scatter") return differing(one.output, sum);
+    std::int64_t wrong = 0;
+    if (name == "all_gather") {
+      for (int peer = 0; peer < size(); ++peer) {
+        wrong += differing(
+            one.output.slice(0, peer * one.memory.numel(), (peer + 1) * one.memory.numel()),
+            peer + 1);
+      }
+    }
+    return wrong;
+  }
+
+  void report(const std::string& name, std::int64_t bytes, at::ScalarType type,
+              const Contestant& one) {
+    const auto slowest = shm_.all_reduce(at::tensor(one.times, at::kDouble), ReduceOp::MAX);
+    const auto sorted = std::get<0>(slowest.sort());
+    const std::int64_t last = sorted.numel() - 1;
+    const double p50 = sorted[last / 2].item<double>();
+    const double p99 = sorted[last * 99 / 100].item<double>();
+    const auto wrong = shm_.all_reduce(at::tensor(one.wrong, at::kLong)).item<std::int64_t>();
+    wrong_ += wrong;
+    if (!is_speaker()) return;
+    const double bandwidth = static_cast<double>(bytes) / p50 / 1e3;
+    const char* dtype = type == at::kFloat ? "f32" : "bf16";
+    if (options_.is_json) {
+      const nlohmann::json row = {
+          {"bench", name},          {"engine", one.engine}, {"ranks", size()}, {"bytes", bytes},
+          {"dtype", dtype},         {"mode", one.mode},     {"p50_us", p50},   {"p99_us", p99},
+          {"algbw_gbs", bandwidth}, {"wrong", wrong}};
+      fmt::print("{}\n", row.dump());
+    } else {
+      fmt::print(" {:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13.2f}{:>13.2f}{:>9.2f}{:>7}\n", name,
+                 one.engine, one.mode, size(), bytes, dtype, p50, p99, bandwidth, wrong);
+    }
+    std::fflush(stdout);
+  }
+
+  void print_heading() const {
+    if (options_.is_json) return;
+    fmt::print(
+        "# Collectives of {} ranks on one host. CPU: {}, {} cores. LibTorch {}, lockstep {}{}.\n",
+        size(), cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION, LOCKSTEP_VERSION,
+        has_mpi_ ? ", " + bench::mpi_version() : "");
+    fmt::print("# Warm-up {}, repeats {} (8 B) to {} (512 MiB); the slowest rank counts.\n",
+               kWarmUp, repeats_for(8), repeats_for(512 << 20));
+    fmt::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "bench", "engine",
+               "mode", "ranks", "bytes", "dtype", "p50", "p99", "algbw", "wrong");
+    fmt::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "", "", "", "", "(B)",
+               "", "(us)", "(us)", "(GB/s)", "");
+  }
+
+  static std::string cpu_name() {
+    const std::string text = read_small_file("/proc/cpuinfo");
+    const std::size_t at = text.find("model name");
+    if (at == std::string::npos) return "unknown";
+    const std::size_t begin = text.find(": ", at) + 2;
+    return text.substr(begin, text.find('\n', begin) - begin);
+  }
+
+  Options options_;
+  bool has_mpi_;
+  World shm_;
+  World gloo_;
+  std::shared_ptr<shm::Group> group_;
+  std::int64_t wrong_ = 0;
+};
 
 int be_rank(const Options& options) {
   at::set_num_threads(1);
-  std::vector<lockstep::World> worlds;
-  for (const lockstep::EngineInfo& info : lockstep::engines()) {
-    if (!info.unavailable.empty() || (info.name == "solo") != (options.ranks == 1)) continue;
-    worlds.push_back(lockstep::World::join({.engine = info.name}));
-  }
-  const bool is_speaker = worlds.front().rank() == 0;
-  if (is_speaker) print_heading(options);
-  std::int64_t wrong = 0;
-  for (const std::int64_t bytes : kSizes) {
-    for (const lockstep::World& world : worlds) {
-      const Measured measured = measure(world, bytes);
-      wrong += measured.wrong;
-      if (is_speaker) print_row(options, world.backend()->getBackendName(), bytes, measured);
-    }
-  }
-  if (is_speaker && !options.is_json) {
-    fmt::print("# Wrong values: {} {}\n", wrong, wrong == 0 ? "OK" : "FAILED");
-  }
-  return wrong == 0 ? 0 : 1;
+  const bool has_mpi = bench::join_mpi();
+  const int code = Bench(options, has_mpi).run();
+  if (has_mpi) bench::leave_mpi();
+  return code;
 }
 
-int start_ranks(const Options& options, std::vector<std::string> arguments) {
-  const lockstep::Fd store = lockstep::make_memfd("lockstep-bench-store");
-  arguments[0] = "/proc/self/exe";
-  for (int rank = 0; rank < options.ranks; ++rank) {
-    lockstep::Command command = lockstep::rank_command(arguments, rank, options.ranks, store.get());
-    command.variables["OMP_NUM_THREADS"] = "1";
-    command.variables["LOCKSTEP_LOG"] = "warning";
-    lockstep::spawn(command);
-  }
+int run_and_wait(const std::vector<Command>& commands) {
+  for (const Command& command : commands) spawn(command);
   int worst = 0;
   for (int status = 0; ::wait(&status) > 0;) {
-    const auto exit_status = lockstep::ExitStatus::from_wait(status);
+    const auto exit_status = ExitStatus::from_wait(status);
     if (!exit_status.is_ok()) {
-      fmt::print(stderr, "bench: a rank {}\n", exit_status.text());
+      fmt::print(stderr, "bench: a process {}\n", exit_status.text());
       worst = 1;
     }
   }
   return worst;
 }
 
+int start_ranks(int num_ranks, const std::vector<std::string>& arguments) {
+  const std::map<std::string, std::string> variables = {{"OMP_NUM_THREADS", "1"},
+                                                        {"LOCKSTEP_LOG", "warning"},
+                                                        {"LOCKSTEP_BENCH_RANK", "1"},
+                                                        {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                                                        {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}};
+  if (std::system("command -v mpirun >/dev/null") == 0) {
+    Command command;
+    command.arguments = {"mpirun",          "-n",        std::to_string(num_ranks),
+                         "--oversubscribe", "--bind-to", "none"};
+    command.arguments.insert(command.arguments.end(), arguments.begin(), arguments.end());
+    command.variables = variables;
+    return run_and_wait({command});
+  }
+  const Fd store = make_memfd("lockstep-bench-store");
+  std::vector<Command> commands;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    commands.push_back(rank_command(arguments, rank, num_ranks, store.get()));
+    commands.back().variables.insert(variables.begin(), variables.end());
+  }
+  return run_and_wait(commands);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) try {
   Options options;
-  CLI::App app("All-reduce over the engines of this build");
-  app.add_option("--ranks", options.ranks, "How many ranks")->check(CLI::Range(1, 64));
+  CLI::App app("Collectives on one host, engine against engine");
+  app.add_option("--ranks", options.ranks, "How many ranks, one table for each")->delimiter(',');
+  app.add_option("--max-bytes", options.max_bytes, "Leave out larger sizes");
+  app.add_option("--only", options.only,
+                 "all_reduce, broadcast, all_gather, reduce_scatter, barrier");
   app.add_flag("--json", options.is_json, "One JSON object per row");
   CLI11_PARSE(app, argc, argv);
-  return std::getenv("LOCKSTEP_STORE") != nullptr
-             ? be_rank(options)
-             : start_ranks(options, std::vector<std::string>(argv, argv + argc));
+  if (std::getenv("LOCKSTEP_BENCH_QUICK") != nullptr) {
+    options.ranks = {2};
+    options.max_bytes = 1 << 20;
+  }
+  if (std::getenv("LOCKSTEP_BENCH_RANK") != nullptr) return be_rank(options);
+  std::vector<std::string> arguments(argv, argv + argc);
+  arguments[0] = "/proc/" + std::to_string(::getpid()) + "/exe";
+  int worst = 0;
+  for (const int num_ranks : options.ranks) worst |= start_ranks(num_ranks, arguments);
+  return worst;
 } catch (const std::exception& error) {
   fmt::print(stderr, "{}\n", error.what());
   return 1;

@@ -12,11 +12,22 @@
 
 #include "shm/reduce.h"
 
+#if defined(__F16C__)
+#include <immintrin.h>  // only intrinsics, which are always inlined
+#endif
+
+// The same memory may be input and output, but only at the same index.
+#if defined(__clang__)
+#define LOCKSTEP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define LOCKSTEP_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace lockstep::shm {
 namespace {
 
 constexpr std::size_t kBlock = 512;  // elements: at most 4 KiB of f64, and 7 of them are 28 KiB
-constexpr int kMaxDepth = 7;         // log2(kMaxRanks) + 1
+constexpr int kMaxDepth = 8;         // log2(kMaxRanks) + 1, and one to be merged
 
 std::uint32_t bits_of(float value) {
   std::uint32_t bits;
@@ -158,56 +169,110 @@ struct Xor {
   }
 };
 
+template <typename T, typename W>
+void widen_block(const T* input, W* output, std::size_t length) {
+  for (std::size_t i = 0; i < length; ++i) output[i] = widen(input[i]);
+}
+template <typename T, typename W>
+void narrow_block(const W* input, T* output, std::size_t length) {
+  for (std::size_t i = 0; i < length; ++i) narrow(input[i], output[i]);
+}
+
+#if defined(__F16C__)
+// The hardware's conversions; the functions above agree with them to the bit.
+void widen_block(const F16* input, float* output, std::size_t length) {
+  std::size_t i = 0;
+  for (; i + 8 <= length; i += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(input + i));
+    _mm256_storeu_ps(output + i, _mm256_cvtph_ps(half));
+  }
+  for (; i < length; ++i) output[i] = widen(input[i]);
+}
+void narrow_block(const float* input, F16* output, std::size_t length) {
+  std::size_t i = 0;
+  for (; i + 8 <= length; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(input + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(output + i), half);
+  }
+  for (; i < length; ++i) narrow(input[i], output[i]);
+}
+#endif
+
+template <typename W, typename Op>
+void merge_block(W* __restrict left, const W* __restrict right, std::size_t length) {
+  for (std::size_t i = 0; i < length; ++i) left[i] = Op::apply(left[i], right[i]);
+}
+
+// Two inputs need no stack: one pass over both, straight into all outputs.
+template <typename T, typename W, typename Op>
+void reduce_two(const ReduceJob& job, std::size_t total, W divisor) {
+  const T* a = static_cast<const T*>(job.inputs[0]);
+  const T* b = static_cast<const T*>(job.inputs[1]);
+  T* first = static_cast<T*>(job.outputs[0]);
+  T* second = static_cast<T*>(job.outputs[job.num_outputs - 1]);
+  if (divisor != static_cast<W>(1)) {
+    LOCKSTEP_INDEPENDENT
+    for (std::size_t i = 0; i < total; ++i) {
+      T result;
+      narrow(static_cast<W>(Op::apply(widen(a[i]), widen(b[i])) / divisor), result);
+      first[i] = result;
+      second[i] = result;
+    }
+    return;
+  }
+  LOCKSTEP_INDEPENDENT
+  for (std::size_t i = 0; i < total; ++i) {
+    T result;
+    narrow(Op::apply(widen(a[i]), widen(b[i])), result);
+    first[i] = result;
+    second[i] = result;
+  }
+}
+
+template <typename T>
+constexpr bool kIsPlainLoop = true;  // worth fusing; f16 goes through the hardware by blocks
+template <>
+constexpr bool kIsPlainLoop<F16> = false;
+
 // T is what stands in memory, W what it is reduced in.
 template <typename T, typename W, typename Op>
 void reduce_as(const ReduceJob& job, std::size_t per_element = 1) {
   const bool is_scaled = job.reduction == Reduction::kScaledSum;
   const W divisor =
       job.reduction == Reduction::kAverage ? static_cast<W>(job.num_inputs) : static_cast<W>(1);
-  const bool is_divided = divisor != static_cast<W>(1);
   const std::size_t total = job.count * per_element;
+  if constexpr (kIsPlainLoop<T>) {
+    if (job.num_inputs == 2 && job.num_outputs <= 2 && !is_scaled) {
+      return reduce_two<T, W, Op>(job, total, divisor);
+    }
+  }
   alignas(64) W stack[kMaxDepth][kBlock];
   for (std::size_t start = 0; start < total; start += kBlock) {
     const std::size_t length = total - start < kBlock ? total - start : kBlock;
     int depth = 0;
     for (int rank = 0; rank < job.num_inputs; ++rank) {
-      const T* __restrict input = static_cast<const T*>(job.inputs[rank]) + start;
-      // A rank with an odd number completes a pair: it is added as it is read.
-      if ((rank & 1) != 0 && !is_scaled) {
-        W* __restrict left = stack[depth - 1];
-        for (std::size_t i = 0; i < length; ++i) left[i] = Op::apply(left[i], widen(input[i]));
-      } else {
-        W* __restrict top = stack[depth++];
-        if (is_scaled) {
-          const W factor = static_cast<W>(job.factors[rank]);
-          for (std::size_t i = 0; i < length; ++i) top[i] = widen(input[i]) * factor;
-        } else {
-          for (std::size_t i = 0; i < length; ++i) top[i] = widen(input[i]);
-        }
+      W* top = stack[depth++];
+      widen_block(static_cast<const T*>(job.inputs[rank]) + start, top, length);
+      if (is_scaled) {
+        const W factor = static_cast<W>(job.factors[rank]);
+        for (std::size_t i = 0; i < length; ++i) top[i] = static_cast<W>(top[i] * factor);
       }
       // The blocks on the stack stand for the binary digits of the number of inputs read: as many
-      // digits as turned to 0 by the last one are to be merged (the first was merged above).
-      for (unsigned digits = static_cast<unsigned>(rank) >> (is_scaled ? 0 : 1);
-           (digits & 1U) != 0 && (is_scaled || (rank & 1) != 0); digits >>= 1) {
+      // are merged as digits turn to 0 with this one.
+      for (int digits = rank; (digits & 1) != 0; digits >>= 1) {
         --depth;
-        W* __restrict left = stack[depth - 1];
-        const W* __restrict right = stack[depth];
-        for (std::size_t i = 0; i < length; ++i) left[i] = Op::apply(left[i], right[i]);
+        merge_block<W, Op>(stack[depth - 1], stack[depth], length);
       }
     }
-    while (depth > 1) {
-      --depth;
-      W* __restrict left = stack[depth - 1];
-      const W* __restrict right = stack[depth];
-      for (std::size_t i = 0; i < length; ++i) left[i] = Op::apply(left[i], right[i]);
-    }
-    W* __restrict result = stack[0];
-    if (is_divided) {
+    for (; depth > 1; --depth) merge_block<W, Op>(stack[depth - 2], stack[depth - 1], length);
+    W* result = stack[0];
+    if (divisor != static_cast<W>(1)) {
       for (std::size_t i = 0; i < length; ++i) result[i] = static_cast<W>(result[i] / divisor);
     }
-    for (int o = 0; o < job.num_outputs; ++o) {
-      T* __restrict output = static_cast<T*>(job.outputs[o]) + start;
-      for (std::size_t i = 0; i < length; ++i) narrow(result[i], output[i]);
+    T* first = static_cast<T*>(job.outputs[0]) + start;
+    narrow_block(result, first, length);
+    for (int o = 1; o < job.num_outputs; ++o) {
+      __builtin_memcpy(static_cast<T*>(job.outputs[o]) + start, first, length * sizeof(T));
     }
   }
 }

@@ -1,5 +1,9 @@
 #include "shm/reduce.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace lockstep::shm {
 
 const char* name_of(DataType type) {
@@ -39,13 +43,24 @@ bool can_reduce(DataType type, Reduction reduction) {
   }
 }
 
+#if defined(__x86_64__)
+// __builtin_cpu_supports does not know it before g++ 11 and clang 15.
+static bool has_f16c() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 Simd best_simd() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_f16c()) {
     return Simd::kAvx512;
   }
-  if (__builtin_cpu_supports("avx2")) return Simd::kAvx2;
+  if (__builtin_cpu_supports("avx2") && has_f16c()) return Simd::kAvx2;
 #endif
   return Simd::kPlain;
 }

@@ -1,0 +1,184 @@
+// The shared-memory engine as a c10d::Backend, and ranks that are killed at random moments.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <lockstep/lockstep.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <iostream>
+#include <random>
+#include <thread>
+
+#include "support/run_ranks.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using test::all_passed;
+using test::run_ranks;
+
+TEST(ShmEngine, IsTheDefaultOnOneHost) {
+  EXPECT_TRUE(all_passed(
+      run_ranks(2, [](int) { EXPECT_EQ(World::join().backend()->getBackendName(), "shm"); })));
+}
+
+TEST(ShmEngine, ReducesItsOwnMemoryInPlaceAndInAnyMixture) {
+  EXPECT_TRUE(all_passed(run_ranks(3, [](int rank) {
+    at::Tensor survivor;
+    {
+      const World world = World::join();
+      ASSERT_TRUE(world.backend()->supportsTensorAlloc(-1));
+      for (const std::int64_t count : {1, 1000, 300000, 2000000}) {
+        for (const auto type : {at::kFloat, at::kBFloat16, at::kDouble}) {
+          at::Tensor shared = world.backend()->allocateTensor(count, type).fill_(rank + 1);
+          world.all_reduce(shared);
+          EXPECT_TRUE(at::equal(shared, at::full({count}, 6, type)));
+          // Only one rank's is shared; then a part in the middle of it.
+          at::Tensor mixed = rank == 1 ? shared.fill_(2) : at::full({count}, 2, type);
+          world.all_reduce(mixed, ReduceOp::AVG);
+          EXPECT_TRUE(at::equal(mixed, at::full({count}, 2, type)));
+          if (count < 3) continue;
+          world.all_reduce(shared.fill_(1).slice(0, 1, count - 1));
+          EXPECT_EQ(shared[0].item<double>(), 1);
+          EXPECT_EQ(shared[1].item<double>(), 3);
+          EXPECT_EQ(shared[count - 1].item<double>(), 1);
+          world.broadcast(shared.fill_(rank), 2);
+          EXPECT_TRUE(at::equal(shared, at::full({count}, 2, type)));
+        }
+      }
+      survivor = world.backend()->allocateTensor(1000, at::kFloat).fill_(7);
+    }
+    EXPECT_EQ(survivor.sum().item<double>(), 7000) << "a tensor outlives its engine";
+  })));
+}
+
+TEST(ShmEngine, ScalesEachContributionByItsFactor) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    const auto tensor = at::ones({100});
+    world.all_reduce(tensor, c10d::makePreMulSum(rank == 0 ? 0.25 : 0.75));
+    EXPECT_TRUE(at::equal(tensor, at::ones({100})));
+  })));
+}
+
+TEST(ShmEngine, DifferentCallsThrowOnAllRanksAndShowBothSides) {
+  EXPECT_TRUE(all_passed(run_ranks(3, [](int rank) {
+    const World world = World::join();
+    try {
+      if (rank == 2) {
+        world.broadcast(at::zeros({5}));
+      } else {
+        world.all_reduce(at::zeros({5}));
+      }
+      ADD_FAILURE();
+    } catch (const MismatchError& error) {
+      EXPECT_NE(
+          error.message().find("is all_reduce of f32[5], 20 bytes on rank 0, but broadcast of "
+                               "f32[5], 20 bytes on rank 2"),
+          std::string::npos)
+          << error.what();
+    }
+  })));
+}
+
+TEST(ShmEngine, AFutureCompletesWithoutAnybodyWaiting) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(200));
+    std::vector<at::Tensor> tensors = {at::ones({100000})};
+    const auto future = world.backend()->allreduce(tensors)->getFuture();
+    future->wait();
+    EXPECT_EQ(future->value().toTensorVector()[0][0].item<double>(), 2);
+  })));
+}
+
+TEST(ShmEngine, TwoRanksMaySendToEachOtherAtOnce) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    std::vector<at::Tensor> out = {at::full({1000000}, rank)};  // far more than the ring holds
+    std::vector<at::Tensor> in = {at::zeros({1000000}, at::kLong)};
+    world.backend()->send(out, 1 - rank, 0)->wait();
+    world.backend()->recv(in, 1 - rank, 0)->wait();
+    EXPECT_TRUE(at::equal(in[0], at::full({1000000}, 1 - rank)));
+  })));
+}
+
+std::size_t num_files(const char* folder) {
+  std::error_code ignored;
+  return static_cast<std::size_t>(std::distance(
+      std::filesystem::directory_iterator(folder, ignored), std::filesystem::directory_iterator()));
+}
+
+// A rank at work for ever: operations of all sizes, so that death finds every phase.
+void work_until_lost(const World& world) {
+  std::mt19937 random(1);  // NOLINT: the same on all ranks
+  at::Tensor shared = world.backend()->allocateTensor(600000, at::kFloat).zero_();
+  for (int i = 0;; ++i) {
+    if (i == 10) std::cout << "at work" << std::endl;
+    const auto length = static_cast<std::int64_t>(1 + random() % 600000);
+    switch (random() % 5) {
+      case 0:
+        world.all_reduce(shared.slice(0, 0, length), ReduceOp::AVG);
+        break;
+      case 1:
+        world.all_reduce(at::zeros({length % 5000 + 1}));
+        break;
+      case 2:
+        world.broadcast(at::zeros({length}), static_cast<int>(random() % 3));
+        break;
+      case 3:
+        world.all_gather(at::zeros({length}));
+        break;
+      default:
+        world.barrier();
+    }
+  }
+}
+
+// Twenty rounds, as run_ranks starts ranks once in a test; ./dev test --soak repeats them ten times.
+class RandomDeath : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Rounds, RandomDeath, testing::Range(0, 20));
+
+TEST_P(RandomDeath, IsNoticedByAllWithinASecondAndLeavesNothing) {
+  const std::size_t shm_before = num_files("/dev/shm");
+  test::Ranks ranks(3, [](int rank) {
+    const World world = World::join();
+    try {
+      work_until_lost(world);
+    } catch (const PeerLostError& error) {
+      std::cout << error.what() << std::endl;
+      EXPECT_EQ(error.rank(), rank);
+    }
+    std::this_thread::sleep_for(seconds(1));  // until the other has seen the first death, too
+  });
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  const int victim = static_cast<int>(random() % 3);
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_for_output(rank, "at work");
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % 50000));
+  ranks.kill(victim, SIGKILL);
+  const auto results = ranks.wait();
+  const auto dead = static_cast<std::size_t>(victim);
+  EXPECT_EQ(results[dead].status.signal, SIGKILL) << test::show(results);
+  for (std::size_t rank = 0; rank < 3; ++rank) {
+    if (rank == dead) continue;
+    EXPECT_TRUE(results[rank].status.is_ok()) << test::show(results);
+    EXPECT_NE(results[rank].output.find("rank " + std::to_string(victim) + " (pid"),
+              std::string::npos)
+        << test::show(results);
+    EXPECT_NE(results[rank].output.find("killed by signal 9"), std::string::npos)
+        << test::show(results);
+    // Its own second of sleep, a second to notice, and patience with a busy machine.
+    EXPECT_LT(results[rank].seconds, results[dead].seconds + 1 + 1 + 5) << test::show(results);
+    RecordProperty("seconds_to_notice",
+                   std::to_string(results[rank].seconds - results[dead].seconds - 1));
+  }
+  EXPECT_EQ(num_files("/dev/shm"), shm_before);
+}
+
+}  // namespace
+}  // namespace lockstep

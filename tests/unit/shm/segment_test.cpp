@@ -1,0 +1,142 @@
+// Shared memory that is there in full, for the same user only, and an error with numbers if not.
+
+#include "shm/segment.h"
+
+#include <gtest/gtest.h>
+#include <lockstep/error.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+
+#include "unit/shm/thread_ranks.h"
+
+namespace lockstep::shm {
+namespace {
+
+// Runs `body` in a child, which ends with the number it returns.
+int in_child(const std::function<int()>& body) {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(body());
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+TEST(Segment, IsZeroResidentAndSealed) {
+  const Segment segment = Segment::create(1 << 20);
+  for (std::size_t i = 0; i < segment.size(); ++i) ASSERT_EQ(segment.data()[i], std::byte{0});
+  EXPECT_NE(::ftruncate(segment.name().fd, 0), 0) << "a peer could make it shrink";
+  EXPECT_EQ(errno, EPERM);
+}
+
+TEST(Segment, IsSharedWithAnotherProcess) {
+  const Segment segment = Segment::create(8192);
+  const SegmentName name = segment.name();
+  const int code = in_child([&] {
+    const Segment theirs = Segment::attach(name);
+    theirs.data()[5000] = std::byte{42};
+    return 0;
+  });
+  EXPECT_EQ(code, 0);
+  EXPECT_EQ(segment.data()[5000], std::byte{42});
+}
+
+TEST(Segment, OfAnotherUserCannotBeAttached) {
+  if (::geteuid() != 0) return;  // only root can become another user to try
+  const Segment segment = Segment::create(8192);
+  const SegmentName name = segment.name();
+  const int code = in_child([&] {
+    if (::setgid(65534) != 0 || ::setuid(65534) != 0) return 1;
+    try {
+      Segment::attach(name);
+      return 2;
+    } catch (const SystemError& error) {
+      return error.code() == EACCES ? 0 : 3;
+    }
+  });
+  EXPECT_EQ(code, 0);
+}
+
+TEST(Segment, ThatIsNotTheOneNamedIsRefused) {
+  const Segment segment = Segment::create(8192);
+  const Fd other = make_memfd("other");
+  ASSERT_EQ(::ftruncate(other.get(), 8192), 0);  // of the same size, but not sealed
+  const int code = in_child([&] {
+    int refused = 0;
+    SegmentName name = segment.name();
+    name.bytes = 4096;  // another size
+    try {
+      Segment::attach(name);
+    } catch (const MismatchError&) {
+      ++refused;
+    }
+    name = segment.name();
+    name.fd = other.get();  // another file
+    try {
+      Segment::attach(name);
+    } catch (const MismatchError&) {
+      ++refused;
+    }
+    name = segment.name();
+    name.owner.start_time += 1;  // another process
+    try {
+      Segment::attach(name);
+    } catch (const MismatchError&) {
+      ++refused;
+    }
+    return refused;
+  });
+  EXPECT_EQ(code, 3);
+}
+
+// What the error says if the limit `resource` leaves no room for 64 MiB.
+int refusal_names_bytes(int resource, rlim_t limit, const char* word) {
+  return in_child([&] {
+    const rlimit tight{limit, limit};
+    ::setrlimit(static_cast<__rlimit_resource>(resource), &tight);
+    try {
+      Segment::create(64 << 20);
+      return 1;
+    } catch (const SystemError& error) {
+      return error.message().find("67108864 bytes of shared memory are needed") == std::string::npos
+                 ? 2
+             : error.message().find(word) == std::string::npos ? 3
+                                                               : 0;
+    }
+  });
+}
+
+TEST(Segment, ATightLimitIsAnErrorWithByteCounts) {
+  EXPECT_EQ(refusal_names_bytes(RLIMIT_FSIZE, 1 << 20, "file sizes is 1048576"), 0);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space
+  EXPECT_EQ(refusal_names_bytes(RLIMIT_AS, 32 << 20, "address space is 33554432"), 0);
+#endif
+  EXPECT_EQ(in_child([] {
+              try {
+                Segment::create(std::size_t{1} << 50);
+                return 1;
+              } catch (const SystemError& error) {
+                return error.message().find("1125899906842624 bytes") == std::string::npos ? 2 : 0;
+              }
+            }),
+            0);
+}
+
+TEST(Segment, TwoBuildsRefuseEachOther) {
+  const Exchange other_build = [](const std::string& mine) {
+    return std::vector<std::string>{mine, "999 " + mine.substr(mine.find(' ') + 1)};
+  };
+  try {
+    Group group({.rank = 0, .size = 2}, other_build);
+    FAIL();
+  } catch (const MismatchError& error) {
+    EXPECT_NE(error.message().find("Rank 1 was built with another version"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::shm
