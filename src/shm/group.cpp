@@ -135,11 +135,15 @@ void Group::check(const Operation& operation) const {
   }
 }
 
+std::uint64_t Group::num_pieces(const Operation& operation) const {
+  const std::size_t per_piece = elements_per_piece(operation);
+  return std::max<std::uint64_t>((operation.count + per_piece - 1) / per_piece, 1);
+}
+
 std::shared_ptr<Request> Group::start(Operation operation) {
   check(operation);
   auto request = std::make_shared<Request>();
-  const std::size_t per_piece = elements_per_piece(operation);
-  request->num_pieces = std::max<std::uint64_t>((operation.count + per_piece - 1) / per_piece, 1);
+  request->num_pieces = num_pieces(operation);
   request->operation = std::move(operation);
   const std::lock_guard lock(mutex_);
   throw_if_failed();
@@ -147,6 +151,18 @@ std::shared_ptr<Request> Group::start(Operation operation) {
   while (post_next()) {
   }
   return request;
+}
+
+void Group::run(Operation operation) {
+  check(operation);
+  Request request;
+  request.num_pieces = num_pieces(operation);
+  request.operation = std::move(operation);
+  std::unique_lock lock(mutex_);
+  throw_if_failed();
+  // Not owned: when this returns or throws, nothing refers to it any more (see fail()).
+  waiting_.push_back(std::shared_ptr<Request>(std::shared_ptr<Request>(), &request));
+  wait_locked(lock, request, options_.timeout);
 }
 
 bool Group::is_done(const Request& request) {
@@ -176,20 +192,34 @@ void Group::wait(const Request& request, std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   if (request.is_done) return;
   throw_if_failed();
-  const auto start = Clock::now();
-  auto last_look = start;
-  auto spin_until = start + options_.spin;
-  bool has_warned = false;
+  wait_locked(lock, request, timeout);
+}
+
+void Group::wait_locked(std::unique_lock<std::mutex>& lock, const Request& request,
+                        std::chrono::milliseconds timeout) {
+  constexpr int kLooksPerTime = 32;  // reading the clock takes longer than a look at a peer's slot
   try {
-    while (true) {
-      const bool has_moved = progress(true);
+    for (int look = 0; look < kLooksPerTime; ++look) {
+      progress(true);
       if (is_done(request)) return;
+      if (options_.spin.count() == 0) break;
+      relax();
+    }
+    const auto start = Clock::now();
+    auto last_look = start;
+    auto spin_until = start + options_.spin;
+    bool has_warned = false;
+    while (true) {
+      bool has_moved = false;
+      for (int look = 0; look < kLooksPerTime && !has_moved; ++look) {
+        has_moved = progress(true);
+        if (is_done(request)) return;
+        if (options_.spin.count() == 0) break;
+        relax();
+      }
       const auto now = Clock::now();
       if (has_moved) spin_until = now + options_.spin;
-      if (now < spin_until) {
-        relax();
-        continue;
-      }
+      if (now < spin_until) continue;
       Sleep sleep(self());
       if (progress(true)) continue;
       if (is_done(request)) return;
@@ -290,6 +320,8 @@ void Group::throw_if_failed() const {
 
 // The first failure is this group's end: it is kept, told to the others, and thrown.
 void Group::fail(std::exception_ptr error) {
+  waiting_.clear();
+  active_.clear();
   if (!failure_) {
     failure_ = error;
     Control& mine = self();

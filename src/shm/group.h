@@ -7,6 +7,7 @@
 // sleeps.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <deque>
 #include <exception>
@@ -51,6 +52,9 @@ class Group {
   // Begins an operation; memory must stay as it is until it is done.
   // Throws UsageError, or what an earlier operation failed with.
   std::shared_ptr<Request> start(Operation operation);
+
+  // start() and wait() in one, without memory for what is under way: for calls that block.
+  void run(Operation operation);
 
   // Moves all operations on, without waiting and without doing more than this rank's share.
   // Throws the group's failure, after which every call throws it.
@@ -106,13 +110,17 @@ class Group {
   Slot& slot(int rank, std::uint64_t number) const { return control(rank).slots[number % kSlots]; }
 
   void check(const Operation& operation) const;
+  std::uint64_t num_pieces(const Operation& operation) const;
   std::size_t elements_per_piece(const Operation& operation) const;
   int num_input_parts(const Operation& operation) const;
+
+  void wait_locked(std::unique_lock<std::mutex>& lock, const Request& request,
+                   std::chrono::milliseconds timeout);
 
   // Returns whether anything moved.
   bool progress(bool is_waiting);
   bool post_next();
-  void place_input(const Request& request, Piece& piece, Slot& slot);
+  bool place_input(const Operation& operation, Piece& piece, Slot& mine);
   void copy_input(const Operation& operation, const Piece& piece, std::byte* target) const;
   bool advance(Piece& piece, bool is_waiting);
   bool have_all_posted(Piece& piece);
@@ -158,7 +166,8 @@ class Group {
   std::uint64_t num_retired_ = 0;
   std::uint64_t min_retired_ = 0;  // a lower bound of all ranks'
   std::uint64_t num_staged_ = 0;
-  std::vector<std::uint64_t> staging_users_;  // the piece that last used each place
+  std::array<std::uint64_t, kSmallBuffers> small_users_{};  // the piece that last used each
+  std::vector<std::uint64_t> staging_users_;                // the piece that last used each place
   std::vector<OwnArea> own_areas_;
   std::vector<std::map<std::uint32_t, Segment>> peer_areas_;  // by rank
   std::deque<std::shared_ptr<Request>> outgoing_;

@@ -26,9 +26,11 @@ namespace lockstep::shm {
 constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
 constexpr std::uint32_t kShmVersion = 1;                 // of everything in this file
 
-constexpr std::size_t kLine = 64;             // bytes of a cache line
-constexpr std::uint64_t kSlots = 64;          // pieces in flight
-constexpr std::size_t kInlineBytes = 4096;    // inputs up to this size travel in the slot
+constexpr std::size_t kLine = 64;          // bytes of a cache line
+constexpr std::uint64_t kSlots = 64;       // pieces in flight
+constexpr std::size_t kTinyBytes = 16;     // inputs up to this size travel in the slot
+constexpr std::size_t kSmallBytes = 4096;  // up to this one in a small buffer
+constexpr std::size_t kSmallBuffers = 32;
 constexpr std::size_t kPieceBytes = 1 << 20;  // larger operations are cut into pieces
 constexpr std::size_t kStagingPieces = 4;     // how many of them a rank has room for
 constexpr std::size_t kMaxChunks = 64;        // of a piece: bits of Slot::claimed
@@ -57,20 +59,25 @@ struct Record {
   std::int32_t root;
   std::uint64_t total;   // elements of a part in the whole operation
   std::uint32_t piece;   // which piece of the operation
-  std::uint32_t place;   // where the input is: kInline, kStaging, or an area
+  std::uint32_t place;   // where the input is: one of the following, or an area
   std::uint64_t offset;  // in there
   double factor;         // of Reduction::kScaledSum
 };
-constexpr std::uint32_t kInline = 0xffffffff;
-constexpr std::uint32_t kStaging = 0xfffffffe;
+constexpr std::uint32_t kNowhere = 0xffffffff;  // this rank gives nothing, or not yet
+constexpr std::uint32_t kInSlot = 0xfffffffe;
+constexpr std::uint32_t kSmallBuffer = 0xfffffffd;
+constexpr std::uint32_t kStaging = 0xfffffffc;
+constexpr std::uint32_t kFirstThatIsNoArea = kStaging;
 
+// The payload is on the record's cache line, so that a peer gets a tiny message with one transfer.
 struct alignas(kLine) Slot {
-  std::atomic<std::uint64_t> posted{0};
-  Record record;
-  alignas(kLine) std::atomic<std::uint64_t> claimed{0};   // rank 0's only: a bit per chunk
+  std::atomic<std::uint64_t> claimed{0};                  // rank 0's only: a bit per chunk
   alignas(kLine) std::atomic<std::uint32_t> num_done{0};  // rank 0's only: chunks
-  alignas(kLine) std::byte payload[kInlineBytes];
+  alignas(kLine) std::atomic<std::uint64_t> posted{0};
+  Record record;
+  alignas(16) std::byte payload[kTinyBytes];
 };
+static_assert(sizeof(Slot) == 3 * kLine);
 
 // Memory for zero-copy operations: a segment that peers attach when they first meet it.
 struct Area {
@@ -93,6 +100,7 @@ struct alignas(kLine) Control {
   char reason[kReasonBytes];
   alignas(kLine) std::array<Area, kMaxAreas> areas;  // written before a record names them
   std::array<Slot, kSlots> slots;
+  alignas(kLine) std::array<std::array<std::byte, kSmallBytes>, kSmallBuffers> small_buffers;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);

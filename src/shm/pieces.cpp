@@ -102,17 +102,10 @@ bool Group::post_next() {
                  .root = operation.root,
                  .total = operation.count,
                  .piece = static_cast<std::uint32_t>(request->num_posted),
-                 .place = kInline,
+                 .place = kNowhere,
                  .offset = 0,
                  .factor = operation.factor};
-  const std::size_t bytes =
-      piece.count * size_of(operation.type) * static_cast<std::size_t>(num_input_parts(operation));
-  if (gives_input(operation) && bytes > kInlineBytes) {
-    place_input(*request, piece, mine);
-    if (mine.record.place == kInline) return false;  // no room yet
-  } else if (gives_input(operation)) {
-    copy_input(operation, piece, mine.payload);
-  }
+  if (gives_input(operation) && !place_input(operation, piece, mine)) return false;  // no room yet
   if (rank() == 0) {
     mine.claimed.store(0, std::memory_order_relaxed);
     mine.num_done.store(0, std::memory_order_relaxed);
@@ -126,32 +119,50 @@ bool Group::post_next() {
   return true;
 }
 
-// A large input: read in place if it is in an area, else copied to a free place in the staging
-// memory. Leaves record.place as it is if there is none.
-void Group::place_input(const Request& request, Piece& piece, Slot& mine) {
-  const Operation& operation = request.operation;
+// A tiny input goes with the record. A larger one is read in place if it is in an area, else it is
+// copied: to a small buffer, or to the staging memory. False if there is no room yet.
+bool Group::place_input(const Operation& operation, Piece& piece, Slot& mine) {
+  Record& record = mine.record;
   const std::size_t element = size_of(operation.type);
-  if (may_be_read_in_place(operation)) {
+  const auto num_parts = static_cast<std::size_t>(num_input_parts(operation));
+  const std::size_t bytes = piece.count * element * num_parts;
+  if (bytes <= kTinyBytes) {
+    record.place = kInSlot;
+    copy_input(operation, piece, mine.payload);
+    return true;
+  }
+  if (may_be_read_in_place(operation) && !own_areas_.empty()) {
     const std::byte* begin = operation.input.base;
-    const std::size_t bytes =
-        operation.count * element * static_cast<std::size_t>(num_input_parts(operation));
+    const std::size_t whole = operation.count * element * num_parts;
     for (const OwnArea& area : own_areas_) {
       if (begin < area.segment.data() ||
-          begin + bytes > area.segment.data() + area.segment.size()) {
+          begin + whole > area.segment.data() + area.segment.size()) {
         continue;
       }
-      mine.record.place = area.index;
-      mine.record.offset =
+      record.place = area.index;
+      record.offset =
           static_cast<std::uint64_t>(begin - area.segment.data()) + piece.first * element;
-      return;
+      return true;
     }
   }
-  std::uint64_t& user = staging_users_[num_staged_ % kStagingPieces];
-  if (user > min_retired_ && user > min_retired()) return;
-  user = piece.number;
-  mine.record.place = kStaging;
-  mine.record.offset = num_staged_++ % kStagingPieces * kPieceBytes;
+  if (bytes <= kSmallBytes) {
+    // The first that is free, so that the same few stay in the cache.
+    min_retired();
+    const auto free = std::ranges::find_if(
+        small_users_, [&](std::uint64_t user) { return user <= min_retired_; });
+    if (free == small_users_.end()) return false;
+    *free = piece.number;
+    record.place = kSmallBuffer;
+    record.offset = static_cast<std::uint64_t>(free - small_users_.begin()) * kSmallBytes;
+  } else {
+    std::uint64_t& user = staging_users_[num_staged_ % kStagingPieces];
+    if (user > min_retired_ && user > min_retired()) return false;
+    user = piece.number;
+    record.place = kStaging;
+    record.offset = num_staged_++ % kStagingPieces * kPieceBytes;
+  }
   copy_input(operation, piece, input_of(rank(), piece, 0));
+  return true;
 }
 
 // The parts one behind the other; of uneven ones, what there is.
@@ -173,10 +184,14 @@ std::byte* Group::input_of(int peer, const Piece& piece, int part) {
   const Record& record = theirs.record;
   const std::size_t element = size_of(record.type);
   const auto index = static_cast<std::size_t>(part);
-  if (record.place == kInline) return theirs.payload + index * piece.count * element;
+  const std::size_t packed = index * piece.count * element;
+  if (record.place == kInSlot) return theirs.payload + packed;
+  if (record.place == kSmallBuffer) {
+    return control(peer).small_buffers[0].data() + record.offset + packed;
+  }
   if (record.place == kStaging) {
     return segments_[static_cast<std::size_t>(peer)].data() + kStagingOffset + record.offset +
-           index * piece.count * element;
+           packed;
   }
   return attach_area(peer, record.place) + record.offset + index * record.total * element;
 }
@@ -252,7 +267,7 @@ void Group::make_ready(Piece& piece) {
   const std::size_t bytes = piece.count * element;
   bool is_in_place = size() > 2 && bytes > kPullBytes;
   for (int peer = 0; peer < size(); ++peer) {
-    is_in_place |= slot(peer, piece.number).record.place < kStaging;
+    is_in_place |= slot(peer, piece.number).record.place < kFirstThatIsNoArea;
   }
   if (!is_in_place) return;
   piece.is_claimed = true;
@@ -367,7 +382,7 @@ void Group::finish(Piece& piece) {
   Request& request = *piece.request;
   ++request.num_done;
   request.must_be_retired |=
-      !piece.is_claimed && slot(rank(), piece.number).record.place < kStaging;
+      !piece.is_claimed && slot(rank(), piece.number).record.place < kFirstThatIsNoArea;
 }
 
 // Pieces are retired in order, so that one number says it all.

@@ -138,7 +138,8 @@ void work_until_lost(const World& world) {
   }
 }
 
-// Twenty rounds, as run_ranks starts ranks once in a test; ./dev test --soak repeats them ten times.
+// Twenty rounds, as run_ranks starts ranks once in a test; ./dev test --soak repeats them ten
+// times.
 class RandomDeath : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Rounds, RandomDeath, testing::Range(0, 20));
 
