@@ -1,8 +1,8 @@
 // The shared-memory engine: a c10d::Backend over shm::Group, for all ranks of one host.
 //
 // Work moves on in isCompleted() and wait(), on the caller's thread: nothing runs behind the
-// caller's back, except that a future which somebody asks for is completed by a thread that
-// exists as long as such futures do.
+// caller's back, except that futures which somebody asks for are completed by a thread that is
+// started with the first of them.
 // Threading: any thread may call; the group has its own lock.
 
 #include <ATen/ATen.h>
@@ -129,12 +129,12 @@ class FutureDriver {
 class ShmWork : public c10d::Work {
  public:
   // `tensors` are kept alive and are the result; `after` runs once all operations are done.
-  ShmWork(std::shared_ptr<shm::Group> group, FutureDriver& driver, c10d::OpType type, int rank,
-          Tensors tensors, std::vector<std::shared_ptr<shm::Request>> requests,
+  ShmWork(std::shared_ptr<shm::Group> group, std::weak_ptr<FutureDriver> driver, c10d::OpType type,
+          int rank, Tensors tensors, std::vector<std::shared_ptr<shm::Request>> requests,
           std::function<void()> after)
       : c10d::Work(rank, type),
         group_(std::move(group)),
-        driver_(driver),
+        driver_(std::move(driver)),
         tensors_(std::move(tensors)),
         requests_(std::move(requests)),
         after_(std::move(after)) {}
@@ -199,7 +199,11 @@ class ShmWork : public c10d::Work {
         return future_;
       }
     }
-    driver_.drive(c10::intrusive_ptr<ShmWork>::reclaim_copy(this));
+    if (const auto driver = driver_.lock()) {
+      driver->drive(c10::intrusive_ptr<ShmWork>::reclaim_copy(this));
+    } else {
+      isCompleted();  // without an engine nothing moves any more
+    }
     return future_;
   }
 
@@ -229,7 +233,7 @@ class ShmWork : public c10d::Work {
 
   // Constant after construction.
   const std::shared_ptr<shm::Group> group_;
-  FutureDriver& driver_;
+  const std::weak_ptr<FutureDriver> driver_;  // goes with the engine
   const Tensors tensors_;
   const std::vector<std::shared_ptr<shm::Request>> requests_;
 
@@ -463,8 +467,8 @@ class Shm : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) override {
     Builder builder(*this, c10d::OpType::ALLTOALL_BASE, {output});
-    start_all_to_all(builder, split(builder.read(input), input_splits),
-                     split(builder.read_and_write(output), output_splits));
+    start_all_to_all(builder, split_parts(builder.read(input), input_splits),
+                     split_parts(builder.read_and_write(output), output_splits));
     return builder.work();
   }
 
@@ -626,7 +630,7 @@ class Shm : public c10d::Backend {
   }
 
   // The parts of a tensor along its first dimension, by the given splits or in equal parts.
-  Tensors split(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {
+  Tensors split_parts(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {
     if (splits.empty()) {
       if (tensor.dim() == 0 || tensor.size(0) % size_ != 0) {
         refuse(rank_, "all_to_all",
@@ -681,7 +685,7 @@ class Shm : public c10d::Backend {
   }
 
   const std::shared_ptr<shm::Group> group_;
-  FutureDriver driver_;
+  const std::shared_ptr<FutureDriver> driver_ = std::make_shared<FutureDriver>();
   std::atomic<uint64_t> sequence_{0};
 };
 

@@ -20,6 +20,8 @@ constexpr std::size_t kChunkBytes = 128 << 10;
 // second synchronisation and a copy.
 constexpr std::size_t kPullBytes = 16 << 10;
 
+constexpr std::ptrdiff_t kHotBuffers = 4;
+
 bool gives_input(const Operation& operation) { return !operation.input.is_empty(); }
 
 // How many elements of a part are in a piece: uneven parts end where they end.
@@ -146,10 +148,14 @@ bool Group::place_input(const Operation& operation, Piece& piece, Slot& mine) {
     }
   }
   if (bytes <= kSmallBytes) {
-    // The first that is free, so that the same few stay in the cache.
-    min_retired();
-    const auto free = std::ranges::find_if(
-        small_users_, [&](std::uint64_t user) { return user <= min_retired_; });
+    // The first that is free, so that the same few stay in the cache. The others' counters are read
+    // only when a few are in use: that is a cache miss.
+    const auto is_free = [&](std::uint64_t user) { return user <= min_retired_; };
+    auto free = std::ranges::find_if(small_users_, is_free);
+    if (free >= small_users_.begin() + kHotBuffers) {
+      min_retired();
+      free = std::ranges::find_if(small_users_, is_free);
+    }
     if (free == small_users_.end()) return false;
     *free = piece.number;
     record.place = kSmallBuffer;
