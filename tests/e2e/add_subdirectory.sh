@@ -11,6 +11,7 @@ expect "CPUFloatType{2,1,4}" mpirun -n 2 "$work/build/train"
 
 # Only what is marked is visible; errors are caught across the library's border.
 library=$(find "$work/build" -name 'liblockstep.so')
-nm -DC --defined-only "$library" | grep -q 'lockstep::World::join' || die "World::join is not exported"
-nm -DC --defined-only "$library" | grep 'lockstep::read_placement' && die "internals are exported"
+nm -DC --defined-only "$library" >"$work/symbols"
+grep -q 'lockstep::World::join' "$work/symbols" || die "World::join is not exported"
+grep 'lockstep::read_placement' "$work/symbols" && die "internals are exported"
 exit 0
