@@ -34,6 +34,27 @@ int free_port() {
   return ntohs(address.sin_port);
 }
 
+// Two ranks with the variables of a launcher that is not lockstep's.
+test::RankOptions under(const std::string& rank_name,
+                        std::map<std::string, std::string> variables) {
+  test::RankOptions options;
+  options.has_place = false;
+  options.variables = std::move(variables);
+  options.rank_variables = [rank_name](int rank) {
+    return std::map<std::string, std::string>{{rank_name, std::to_string(rank)}};
+  };
+  return options;
+}
+test::RankOptions under_torchrun() {
+  return under("RANK", {{"WORLD_SIZE", "2"},
+                        {"MASTER_ADDR", "127.0.0.1"},
+                        {"MASTER_PORT", std::to_string(free_port())}});
+}
+test::RankOptions under_pmi() {
+  return under("PMI_RANK",
+               {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", testing::TempDir()}});
+}
+
 void expect_sum_over(const World& world) {
   const auto sum = world.all_reduce(at::full({3}, world.rank() + 1.0));
   EXPECT_EQ(sum[0].item<double>(), world.size() * (world.size() + 1) / 2.0);
@@ -82,18 +103,12 @@ TEST(Join, UnderLockstepsVariables) {
 }
 
 TEST(Join, UnderTorchrunsVariables) {
-  const std::string port = std::to_string(free_port());
   EXPECT_TRUE(all_passed(run_ranks(
       2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); },
-      {.has_place = false,
-       .variables = {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}},
-       .rank_variables = [](int rank) {
-         return std::map<std::string, std::string>{{"RANK", std::to_string(rank)}};
-       }})));
+      under_torchrun())));
 }
 
 TEST(Join, AgainOverTcp) {
-  const std::string port = std::to_string(free_port());
   EXPECT_TRUE(all_passed(run_ranks(
       2,
       [](int) {
@@ -104,11 +119,7 @@ TEST(Join, AgainOverTcp) {
         expect_sum_over(two);
         expect_sum_over(one);
       },
-      {.has_place = false,
-       .variables = {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}},
-       .rank_variables = [](int rank) {
-         return std::map<std::string, std::string>{{"RANK", std::to_string(rank)}};
-       }})));
+      under_torchrun())));
 }
 
 std::size_t num_meeting_files() {
@@ -122,12 +133,7 @@ std::size_t num_meeting_files() {
 TEST(Join, UnderMpisVariablesOnOneHostLeavesNoFile) {
   const std::size_t before = num_meeting_files();
   const auto results = run_ranks(
-      2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); },
-      {.has_place = false,
-       .variables = {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", testing::TempDir()}},
-       .rank_variables = [](int rank) {
-         return std::map<std::string, std::string>{{"PMI_RANK", std::to_string(rank)}};
-       }});
+      2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); }, under_pmi());
   EXPECT_TRUE(all_passed(results));
   EXPECT_EQ(num_meeting_files(), before);
 }
@@ -143,11 +149,7 @@ TEST(Join, AFailedJoinUnderMpiCanBeTriedAgain) {
         std::this_thread::sleep_for(seconds(1));  // until all have failed
         expect_sum_over(World::join({.join_timeout = seconds(30)}));
       },
-      {.has_place = false,
-       .variables = {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", testing::TempDir()}},
-       .rank_variables = [](int rank) {
-         return std::map<std::string, std::string>{{"PMI_RANK", std::to_string(rank)}};
-       }});
+      under_pmi());
   EXPECT_TRUE(all_passed(results));
   EXPECT_EQ(num_meeting_files(), before);
 }
