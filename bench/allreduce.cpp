@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/lockstep.h>
+#include <sched.h>
 #include <sys/wait.h>
 #include <torch/version.h>
 #include <unistd.h>
@@ -38,6 +39,7 @@ constexpr std::int64_t kSizes[] = {8,       1 << 10,  16 << 10,  64 << 10,
 constexpr int kWarmUp = 3;
 constexpr std::int64_t kLargeBytes = 1 << 20;
 constexpr int kRunsInTurn = 20;
+constexpr int kGlooRunsInTurn = 3;  // they take milliseconds
 
 struct Options {
   std::vector<int> ranks = {2, 4, 8};
@@ -50,7 +52,7 @@ struct Options {
 // Turns of each engine.
 int repeats_for(std::int64_t bytes) {
   if (std::getenv("LOCKSTEP_BENCH_QUICK") != nullptr) return 2;
-  if (bytes <= kLargeBytes) return 15;
+  if (bytes <= kLargeBytes) return 41;
   return static_cast<int>(std::clamp<std::int64_t>((std::int64_t{640} << 20) / bytes, 3, 25));
 }
 
@@ -61,9 +63,27 @@ struct Contestant {
   at::Tensor memory;  // input, and output where that is in place
   at::Tensor output;
   std::function<void()> run;
+  int runs_in_turn = kRunsInTurn;
   std::vector<double> times = {};
   std::int64_t wrong = 0;
 };
+
+// Binds the calling thread to a core of its own, as launchers do; threads that the engines have
+// started stay free. With more ranks than cores, all stay free.
+void bind_to_core(const World& world) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  if (CPU_COUNT(&allowed) < world.size()) return;
+  int nth = world.rank();
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &allowed) || nth-- != 0) continue;
+    cpu_set_t mine;
+    CPU_ZERO(&mine);
+    CPU_SET(core, &mine);
+    ::sched_setaffinity(0, sizeof mine, &mine);
+  }
+}
 
 class Bench {
  public:
@@ -84,6 +104,7 @@ class Bench {
     };
     group_ = std::make_shared<shm::Group>(
         shm::GroupOptions{.rank = shm_.rank(), .size = shm_.size()}, exchange);
+    bind_to_core(shm_);
   }
 
   int run() {
@@ -124,26 +145,28 @@ class Bench {
     for (const Contestant& one : contestants) report(name, bytes, type, one);
   }
 
-  // A turn of one engine. Small operations are repeated within it: a rank that has just been woken
-  // comes late to the first one, and that is not what is measured.
+  // A turn of one engine. Small operations are repeated within it and their mean time counts: a
+  // rank that has just been woken comes late to the first one, and reading the clock takes as long
+  // as a good part of one.
   void turn(const std::string& name, std::int64_t bytes, Contestant& one, bool is_measured) {
-    const auto timed_run = [&] {
+    const auto timed_runs = [&](int num_runs) {
       const auto start = Clock::now();
-      one.run();
+      for (int i = 0; i < num_runs; ++i) one.run();
       const std::chrono::duration<double, std::micro> took = Clock::now() - start;
-      if (is_measured) one.times.push_back(took.count());
+      if (is_measured) one.times.push_back(took.count() / num_runs);
     };
     std::this_thread::sleep_for(std::chrono::milliseconds(2));  // threads of the engine before rest
     fill(name, one);
     line_up();
     if (bytes > kLargeBytes) {
-      timed_run();
+      timed_runs(1);
       one.wrong += count_wrong(name, one);
       return;
     }
-    for (int i = 0; i < kRunsInTurn; ++i) one.run();
+    for (int i = 0; i < one.runs_in_turn; ++i) one.run();
     if (name == "all_reduce") fill(name, one);  // it adds up, and bf16 overflows
-    for (int i = 0; i < kRunsInTurn; ++i) timed_run();
+    line_up();
+    timed_runs(one.runs_in_turn);
     fill(name, one);
     one.run();
     one.wrong += count_wrong(name, one);
@@ -177,6 +200,7 @@ class Bench {
     if (has_zero_copy) raw_call(name, add("shm_engine", "zero_copy", true));
     if (has_mpi_ && type == at::kFloat) mpi_call(name, add("openmpi", "staged", false));
     c10d_call(name, add("gloo", "staged", false), gloo_);
+    all.back().runs_in_turn = kGlooRunsInTurn;
     return all;
   }
 
@@ -308,10 +332,14 @@ class Bench {
         size(), cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION, LOCKSTEP_VERSION,
         has_mpi_ ? ", " + bench::mpi_version() : "");
     fmt::print(
-        "# Engines take turns, {} to warm up and then {} of {} runs; above 1 MiB 3 to 25 of one "
-        "run. "
-        "The slowest rank counts.\n",
-        kWarmUp, repeats_for(8), kRunsInTurn);
+        "# Engines take turns, {} to warm up and then {} of {} runs ({} of Gloo's); above 1 MiB 3 "
+        "to "
+        "25 of one run. "
+        "The slowest rank counts. {}\n",
+        kWarmUp, repeats_for(8), kRunsInTurn, kGlooRunsInTurn,
+        std::thread::hardware_concurrency() < static_cast<unsigned>(size())
+            ? "More ranks than cores: no rank is bound."
+            : "Each rank's main thread has a core of its own.");
     fmt::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "bench", "engine",
                "mode", "ranks", "bytes", "dtype", "p50", "p99", "algbw", "wrong");
     fmt::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "", "", "", "", "(B)",

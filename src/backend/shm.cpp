@@ -1,22 +1,19 @@
 // The shared-memory engine: a c10d::Backend over shm::Group, for all ranks of one host.
 //
-// Work moves on in isCompleted() and wait(), on the caller's thread: nothing runs behind the
-// caller's back, except that futures which somebody asks for are completed by a thread that is
-// started with the first of them.
+// Work moves on in isCompleted() and wait(), on the caller's thread (shm_work.h): nothing runs
+// behind the caller's back.
 // Threading: any thread may call; the group has its own lock.
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/error.h>
 
-#include <condition_variable>
-#include <deque>
+#include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 
 #include "backend/engines.h"
+#include "backend/shm_work.h"
 #include "shm/group.h"
 
 namespace lockstep {
@@ -105,178 +102,6 @@ double factor_of(const c10d::ReduceOp& op) {
 }
 
 std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
-
-class ShmWork;
-
-// Completes the futures that somebody asked for. Its thread never throws: what goes wrong is
-// stored in the future.
-class FutureDriver {
- public:
-  ~FutureDriver();
-  void drive(c10::intrusive_ptr<ShmWork> work);
-
- private:
-  void run();
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<c10::intrusive_ptr<ShmWork>> works_;  // guarded by mutex_
-  bool is_ending_ = false;                         // guarded by mutex_
-  std::thread thread_;
-};
-
-// One or several operations that the caller waits for as one.
-class ShmWork : public c10d::Work {
- public:
-  // `tensors` are kept alive and are the result; `after` runs once all operations are done.
-  ShmWork(std::shared_ptr<shm::Group> group, std::weak_ptr<FutureDriver> driver, c10d::OpType type,
-          int rank, Tensors tensors, std::vector<std::shared_ptr<shm::Request>> requests,
-          std::function<void()> after)
-      : c10d::Work(rank, type),
-        group_(std::move(group)),
-        driver_(std::move(driver)),
-        tensors_(std::move(tensors)),
-        requests_(std::move(requests)),
-        after_(std::move(after)) {}
-
-  bool isCompleted() override {
-    const std::lock_guard lock(work_mutex_);
-    if (is_over_) return true;
-    try {
-      while (next_ < requests_.size()) {
-        if (!group_->poll(*requests_[next_])) return false;
-        ++next_;
-      }
-      end(nullptr);
-    } catch (...) {
-      end(std::current_exception());
-    }
-    return true;
-  }
-
-  bool isSuccess() const override {
-    const std::lock_guard lock(work_mutex_);
-    return is_over_ && !error_;
-  }
-
-  std::exception_ptr exception() const override {
-    const std::lock_guard lock(work_mutex_);
-    return error_;
-  }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    const std::lock_guard lock(work_mutex_);
-    if (!is_over_) {
-      try {
-        for (; next_ < requests_.size(); ++next_) {
-          if (timeout == kNoTimeout) {
-            group_->wait(*requests_[next_]);
-          } else {
-            group_->wait(*requests_[next_], timeout);
-          }
-        }
-        end(nullptr);
-      } catch (...) {
-        end(std::current_exception());
-      }
-    }
-    if (error_) std::rethrow_exception(error_);
-    return true;
-  }
-
-  void synchronize() override { wait(kNoTimeout); }
-  int sourceRank() const override { return requests_.front()->peer; }
-  Tensors result() override { return tensors_; }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    {
-      const std::lock_guard lock(work_mutex_);
-      if (future_) return future_;
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (is_over_) {
-        complete_future();
-        return future_;
-      }
-    }
-    if (const auto driver = driver_.lock()) {
-      driver->drive(c10::intrusive_ptr<ShmWork>::reclaim_copy(this));
-    } else {
-      isCompleted();  // without an engine nothing moves any more
-    }
-    return future_;
-  }
-
- private:
-  void end(std::exception_ptr error) {
-    error_ = std::move(error);
-    if (!error_ && after_) {
-      try {
-        after_();
-      } catch (...) {
-        error_ = std::current_exception();
-      }
-    }
-    is_over_ = true;
-    after_ = nullptr;
-    finish(error_);  // c10d::Work's own record of it
-    if (future_) complete_future();
-  }
-
-  void complete_future() {
-    if (error_) {
-      future_->setErrorIfNeeded(error_);
-    } else if (!future_->completed()) {
-      future_->markCompleted(c10::IValue(tensors_));
-    }
-  }
-
-  // Constant after construction.
-  const std::shared_ptr<shm::Group> group_;
-  const std::weak_ptr<FutureDriver> driver_;  // goes with the engine
-  const Tensors tensors_;
-  const std::vector<std::shared_ptr<shm::Request>> requests_;
-
-  // Guarded by work_mutex_.
-  mutable std::mutex work_mutex_;
-  std::size_t next_ = 0;  // the first request that is not known to be done
-  std::function<void()> after_;
-  bool is_over_ = false;
-  std::exception_ptr error_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-FutureDriver::~FutureDriver() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_ending_ = true;
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-}
-
-void FutureDriver::drive(c10::intrusive_ptr<ShmWork> work) {
-  const std::lock_guard lock(mutex_);
-  works_.push_back(std::move(work));
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-  changed_.notify_all();
-}
-
-void FutureDriver::run() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [&] { return is_ending_ || !works_.empty(); });
-    if (is_ending_) return;
-    const auto work = works_.front();
-    works_.pop_front();
-    lock.unlock();
-    try {
-      work->wait(kNoTimeout);
-    } catch (...) {  // NOLINT: it is in the future and in the work
-    }
-    lock.lock();
-  }
-}
 
 class Shm : public c10d::Backend {
  public:

@@ -25,17 +25,35 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kLookAround = std::chrono::milliseconds(50);
 constexpr auto kFirstWarning = std::chrono::seconds(10);
 
-int num_cores() {
+// A waiting rank looks for news so often before it offers its core to whoever is ready to run: that
+// may be the rank it waits for. Without a core for each rank it offers it after every look.
+constexpr int kLooksPerYield = 25;
+
+// The cores that this process may use, as a text of one character each.
+std::string allowed_cores() {
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  return ::sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+  std::string text;
+  if (::sched_getaffinity(0, sizeof cores, &cores) == 0) {
+    for (int core = 0; core < CPU_SETSIZE; ++core) text += CPU_ISSET(core, &cores) ? '1' : '0';
+    text.erase(text.find_last_of('1') + 1);
+  }
+  return text.empty() ? "1" : text;
+}
+
+// Adds the cores of `more` to `all`.
+void unite(std::string& all, const std::string& more) {
+  if (all.size() < more.size()) all.resize(more.size(), '0');
+  for (std::size_t i = 0; i < more.size(); ++i) {
+    if (more[i] == '1') all[i] = '1';
+  }
 }
 
 // What a rank tells the others: who it is, what it was built as, and where its memory is.
 std::string introduction(const Segment& segment) {
   const SegmentName name = segment.name();
-  return fmt::format("{} {} {} {} {} {} {}", kShmVersion, sizeof(Control), name.owner.pid,
-                     name.owner.start_time, name.fd, name.bytes, name.address);
+  return fmt::format("{} {} {} {} {} {} {} {}", kShmVersion, sizeof(Control), name.owner.pid,
+                     name.owner.start_time, name.fd, name.bytes, name.address, allowed_cores());
 }
 
 }  // namespace
@@ -71,9 +89,6 @@ Group::Group(const GroupOptions& options, const Exchange& exchange)
                                  "ranks.\nUse fewer ranks on this host, or the engine \"gloo\".",
                                  options.rank, options.size, kMaxRanks));
   }
-  if (options_.spin.count() < 0) {
-    options_.spin = std::chrono::microseconds(options.size <= num_cores() ? 50 : 0);
-  }
   connect(exchange);
 }
 
@@ -86,14 +101,16 @@ void Group::connect(const Exchange& exchange) {
   control->magic = kShmMagic;
   control->version = kShmVersion;
   const std::vector<std::string> all = exchange(introduction(mine));
+  std::string all_cores;
   for (int peer = 0; peer < size(); ++peer) {
     const std::string& text = all[static_cast<std::size_t>(peer)];
     std::istringstream fields(text);
     std::uint32_t version = 0;
     std::size_t control_bytes = 0;
     SegmentName name;
+    std::string cores;
     fields >> version >> control_bytes >> name.owner.pid >> name.owner.start_time >> name.fd >>
-        name.bytes >> name.address;
+        name.bytes >> name.address >> cores;
     if (!fields || version != kShmVersion || control_bytes != sizeof(Control)) {
       throw MismatchError(
           {.rank = rank(), .peer = peer, .operation = "shared memory"},
@@ -102,10 +119,12 @@ void Group::connect(const Exchange& exchange) {
                       "Start the same program on all ranks.",
                       peer, version, control_bytes, kShmVersion, sizeof(Control)));
     }
+    unite(all_cores, cores);
     processes_.push_back(name.owner);
     segments_.push_back(peer == rank() ? std::move(mine) : Segment::attach(name));
     controls_.push_back(reinterpret_cast<Control*>(segments_.back().data()));
   }
+  num_looks_ = std::ranges::count(all_cores, '1') < size() ? 1 : kLooksPerYield;
   exchange("attached");  // nobody goes away before all have attached
 }
 
@@ -153,15 +172,36 @@ std::shared_ptr<Request> Group::start(Operation operation) {
   return request;
 }
 
-void Group::run(Operation operation) {
+void Group::run(const Operation& operation) {
   check(operation);
-  Request request;
-  request.num_pieces = num_pieces(operation);
-  request.operation = std::move(operation);
   std::unique_lock lock(mutex_);
   throw_if_failed();
+  const bool is_alone = waiting_.empty() && active_.empty() && !has_mail();
+  const bool is_small = operation.kind == Kind::kAllReduce &&
+                        operation.count <= kSmallBytes / size_of(operation.type);
+  Piece piece;
+  bool is_posted = false;
+  if (is_alone && is_small) {
+    try {
+      is_posted = post(operation, 0, piece);
+      if (is_posted && run_at_once(piece)) return;
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+  Request request;
+  request.operation = operation;
+  request.num_pieces = num_pieces(operation);
   // Not owned: when this returns or throws, nothing refers to it any more (see fail()).
-  waiting_.push_back(std::shared_ptr<Request>(std::shared_ptr<Request>(), &request));
+  const std::shared_ptr<Request> alias(std::shared_ptr<Request>(), &request);
+  if (is_posted) {
+    request.num_posted = 1;
+    request.last_piece = piece.number;
+    piece.request = alias;
+    active_.push_back(std::move(piece));
+  } else {
+    waiting_.push_back(alias);
+  }
   wait_locked(lock, request, options_.timeout);
 }
 
@@ -197,29 +237,24 @@ void Group::wait(const Request& request, std::chrono::milliseconds timeout) {
 
 void Group::wait_locked(std::unique_lock<std::mutex>& lock, const Request& request,
                         std::chrono::milliseconds timeout) {
-  constexpr int kLooksPerTime = 32;  // reading the clock takes longer than a look at a peer's slot
   try {
-    for (int look = 0; look < kLooksPerTime; ++look) {
-      progress(true);
-      if (is_done(request)) return;
-      if (options_.spin.count() == 0) break;
-      relax();
-    }
     const auto start = Clock::now();
     auto last_look = start;
     auto spin_until = start + options_.spin;
     bool has_warned = false;
     while (true) {
       bool has_moved = false;
-      for (int look = 0; look < kLooksPerTime && !has_moved; ++look) {
+      for (int look = 0; look < num_looks_ && !has_moved; ++look) {
         has_moved = progress(true);
         if (is_done(request)) return;
-        if (options_.spin.count() == 0) break;
         relax();
       }
       const auto now = Clock::now();
       if (has_moved) spin_until = now + options_.spin;
-      if (now < spin_until) continue;
+      if (now < spin_until) {
+        if (!has_moved) ::sched_yield();
+        continue;
+      }
       Sleep sleep(self());
       if (progress(true)) continue;
       if (is_done(request)) return;
@@ -344,39 +379,6 @@ void Group::fail(std::exception_ptr error) {
     }
   }
   std::rethrow_exception(failure_);
-}
-
-std::byte* Group::allocate(std::size_t bytes) {
-  bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
-  const std::lock_guard lock(mutex_);
-  OwnArea* best = nullptr;
-  for (OwnArea& area : own_areas_) {
-    const bool fits =
-        area.is_free && area.segment.size() >= bytes && area.segment.size() <= 2 * bytes;
-    if (fits && (best == nullptr || area.segment.size() < best->segment.size())) best = &area;
-  }
-  if (best == nullptr) {
-    if (own_areas_.size() == kMaxAreas) {
-      throw UsageError({.rank = rank(), .operation = "allocate"},
-                       fmt::format("There are {} pieces of shared memory already.\n"
-                                   "Allocate fewer and larger ones.",
-                                   kMaxAreas));
-    }
-    const auto index = static_cast<std::uint32_t>(own_areas_.size());
-    own_areas_.push_back({Segment::create(bytes), index, false});
-    best = &own_areas_.back();
-    const SegmentName name = best->segment.name();
-    self().areas[index] = {name.fd, name.bytes, name.address};
-  }
-  best->is_free = false;
-  return best->segment.data();
-}
-
-void Group::release(std::byte* memory) noexcept {
-  const std::lock_guard lock(mutex_);
-  for (OwnArea& area : own_areas_) {
-    if (area.segment.data() == memory) area.is_free = true;
-  }
 }
 
 }  // namespace lockstep::shm

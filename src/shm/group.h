@@ -30,8 +30,8 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
-  // How long to look for news before sleeping. Negative: 50 us if every rank has a core, else 0.
-  std::chrono::nanoseconds spin = std::chrono::nanoseconds(-1);
+  // How long to look for news before sleeping.
+  std::chrono::nanoseconds spin = std::chrono::microseconds(50);
   Simd simd = best_simd();
 };
 
@@ -54,7 +54,7 @@ class Group {
   std::shared_ptr<Request> start(Operation operation);
 
   // start() and wait() in one, without memory for what is under way: for calls that block.
-  void run(Operation operation);
+  void run(const Operation& operation);
 
   // Moves all operations on, without waiting and without doing more than this rank's share.
   // Throws the group's failure, after which every call throws it.
@@ -80,6 +80,7 @@ class Group {
  private:
   struct Piece {
     std::shared_ptr<Request> request;
+    const Operation* operation = nullptr;  // the request's
     std::uint64_t number = 0;
     std::size_t first = 0;  // element of each part
     std::size_t count = 0;
@@ -120,6 +121,8 @@ class Group {
   // Returns whether anything moved.
   bool progress(bool is_waiting);
   bool post_next();
+  bool post(const Operation& operation, std::uint64_t index, Piece& piece);
+  bool run_at_once(Piece& piece);
   bool place_input(const Operation& operation, Piece& piece, Slot& mine);
   void copy_input(const Operation& operation, const Piece& piece, std::byte* target) const;
   bool advance(Piece& piece, bool is_waiting);
@@ -157,6 +160,7 @@ class Group {
   std::vector<Segment> segments_;  // by rank
   std::vector<Control*> controls_;
   std::vector<ProcessId> processes_;
+  int num_looks_ = 1;  // before a rank that waits offers its core to others
 
   // Guarded by mutex_.
   std::mutex mutex_;

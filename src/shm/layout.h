@@ -28,10 +28,10 @@ constexpr std::uint32_t kShmVersion = 1;                 // of everything in thi
 
 constexpr std::size_t kLine = 64;          // bytes of a cache line
 constexpr std::uint64_t kSlots = 64;       // pieces in flight
-constexpr std::size_t kTinyBytes = 16;     // inputs up to this size travel in the slot
+constexpr std::size_t kTinyBytes = 8;      // inputs up to this size travel in the slot
 constexpr std::size_t kSmallBytes = 4096;  // up to this one in a small buffer
 constexpr std::size_t kSmallBuffers = 32;
-constexpr std::size_t kPieceBytes = 1 << 20;  // larger operations are cut into pieces
+constexpr std::size_t kPieceBytes = 1 << 19;  // larger operations are cut into pieces
 constexpr std::size_t kStagingPieces = 4;     // how many of them a rank has room for
 constexpr std::size_t kMaxChunks = 64;        // of a piece: bits of Slot::claimed
 constexpr std::size_t kMaxAreas = 1024;       // memory handed out for zero-copy operations
@@ -75,7 +75,8 @@ struct alignas(kLine) Slot {
   alignas(kLine) std::atomic<std::uint32_t> num_done{0};  // rank 0's only: chunks
   alignas(kLine) std::atomic<std::uint64_t> posted{0};
   Record record;
-  alignas(16) std::byte payload[kTinyBytes];
+  std::uint64_t retired;  // by this rank when it posted: saves the others a look at Control
+  alignas(8) std::byte payload[kTinyBytes];
 };
 static_assert(sizeof(Slot) == 3 * kLine);
 

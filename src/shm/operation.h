@@ -1,6 +1,7 @@
 // What a caller asks of a group of ranks, and what becomes of it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -21,6 +22,12 @@ struct Parts {
   std::byte* part(int index) const {
     return list.empty() ? base + static_cast<std::size_t>(index) * stride
                         : list[static_cast<std::size_t>(index)];
+  }
+  // How many of `count` elements from `first` on a part has: uneven parts end where they end.
+  std::size_t count_from(int index, std::size_t first, std::size_t count) const {
+    if (counts.empty()) return count;
+    const std::size_t whole = counts[static_cast<std::size_t>(index)];
+    return whole <= first ? 0 : std::min(count, whole - first);
   }
 };
 

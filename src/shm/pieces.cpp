@@ -20,21 +20,7 @@ constexpr std::size_t kChunkBytes = 128 << 10;
 // second synchronisation and a copy.
 constexpr std::size_t kPullBytes = 16 << 10;
 
-constexpr std::ptrdiff_t kHotBuffers = 4;
-
 bool gives_input(const Operation& operation) { return !operation.input.is_empty(); }
-
-// How many elements of a part are in a piece: uneven parts end where they end.
-std::size_t count_in_piece(const Parts& parts, int part, std::size_t first, std::size_t count) {
-  if (parts.counts.empty()) return count;
-  const std::size_t whole = parts.counts[static_cast<std::size_t>(part)];
-  return whole <= first ? 0 : std::min(count, whole - first);
-}
-
-// Whether peers may read the caller's own memory: not if this rank writes there meanwhile.
-bool may_be_read_in_place(const Operation& operation) {
-  return operation.kind != Kind::kAllToAll && operation.input.list.empty();
-}
 
 }  // namespace
 
@@ -86,15 +72,24 @@ bool Group::progress(bool is_waiting) {
 bool Group::post_next() {
   if (waiting_.empty()) return false;
   const std::shared_ptr<Request> request = waiting_.front();
-  const Operation& operation = request->operation;
+  Piece piece;
+  if (!post(request->operation, request->num_posted, piece)) return false;
+  piece.request = request;
+  request->last_piece = piece.number;
+  if (++request->num_posted == request->num_pieces) waiting_.pop_front();
+  active_.push_back(std::move(piece));
+  return true;
+}
+
+// Posts the piece of the operation with the given index. False if there is no room for it yet.
+bool Group::post(const Operation& operation, std::uint64_t index, Piece& piece) {
   const std::uint64_t number = num_posted_ + 1;
   if (number > kSlots && min_retired_ < number - kSlots && min_retired() < number - kSlots) {
     return false;
   }
-  Piece piece;
-  piece.request = request;
+  piece.operation = &operation;
   piece.number = number;
-  piece.first = request->num_posted * elements_per_piece(operation);
+  piece.first = index * elements_per_piece(operation);
   piece.count = std::min(elements_per_piece(operation), operation.count - piece.first);
   Slot& mine = slot(rank(), number);
   mine.record = {.kind = operation.kind,
@@ -103,7 +98,7 @@ bool Group::post_next() {
                  .unused = 0,
                  .root = operation.root,
                  .total = operation.count,
-                 .piece = static_cast<std::uint32_t>(request->num_posted),
+                 .piece = static_cast<std::uint32_t>(index),
                  .place = kNowhere,
                  .offset = 0,
                  .factor = operation.factor};
@@ -112,112 +107,30 @@ bool Group::post_next() {
     mine.claimed.store(0, std::memory_order_relaxed);
     mine.num_done.store(0, std::memory_order_relaxed);
   }
+  mine.retired = num_retired_;
   mine.posted.store(number);  // sequentially consistent: see doorbell.h
   num_posted_ = number;
-  request->last_piece = number;
-  if (++request->num_posted == request->num_pieces) waiting_.pop_front();
-  active_.push_back(std::move(piece));
   ring_all();
   return true;
 }
 
-// A tiny input goes with the record. A larger one is read in place if it is in an area, else it is
-// copied: to a small buffer, or to the staging memory. False if there is no room yet.
-bool Group::place_input(const Operation& operation, Piece& piece, Slot& mine) {
-  Record& record = mine.record;
-  const std::size_t element = size_of(operation.type);
-  const auto num_parts = static_cast<std::size_t>(num_input_parts(operation));
-  const std::size_t bytes = piece.count * element * num_parts;
-  if (bytes <= kTinyBytes) {
-    record.place = kInSlot;
-    copy_input(operation, piece, mine.payload);
+// A small all-reduce with nothing else under way and all ranks about to come needs no queue.
+// False if the others are not there soon: then the piece goes on like any other.
+bool Group::run_at_once(Piece& piece) {
+  for (int look = 0; look < num_looks_; ++look) {
+    if (!have_all_posted(piece)) {
+      relax();
+      continue;
+    }
+    make_ready(piece);
+    if (piece.is_claimed) return false;
+    pull(piece);
+    num_retired_ = piece.number;
+    self().retired.store(num_retired_);
+    ring_all();
     return true;
   }
-  if (may_be_read_in_place(operation) && !own_areas_.empty()) {
-    const std::byte* begin = operation.input.base;
-    const std::size_t whole = operation.count * element * num_parts;
-    for (const OwnArea& area : own_areas_) {
-      if (begin < area.segment.data() ||
-          begin + whole > area.segment.data() + area.segment.size()) {
-        continue;
-      }
-      record.place = area.index;
-      record.offset =
-          static_cast<std::uint64_t>(begin - area.segment.data()) + piece.first * element;
-      return true;
-    }
-  }
-  if (bytes <= kSmallBytes) {
-    // The first that is free, so that the same few stay in the cache. The others' counters are read
-    // only when a few are in use: that is a cache miss.
-    const auto is_free = [&](std::uint64_t user) { return user <= min_retired_; };
-    auto free = std::ranges::find_if(small_users_, is_free);
-    if (free >= small_users_.begin() + kHotBuffers) {
-      min_retired();
-      free = std::ranges::find_if(small_users_, is_free);
-    }
-    if (free == small_users_.end()) return false;
-    *free = piece.number;
-    record.place = kSmallBuffer;
-    record.offset = static_cast<std::uint64_t>(free - small_users_.begin()) * kSmallBytes;
-  } else {
-    std::uint64_t& user = staging_users_[num_staged_ % kStagingPieces];
-    if (user > min_retired_ && user > min_retired()) return false;
-    user = piece.number;
-    record.place = kStaging;
-    record.offset = num_staged_++ % kStagingPieces * kPieceBytes;
-  }
-  copy_input(operation, piece, input_of(rank(), piece, 0));
-  return true;
-}
-
-// The parts one behind the other; of uneven ones, what there is.
-void Group::copy_input(const Operation& operation, const Piece& piece, std::byte* target) const {
-  const std::size_t element = size_of(operation.type);
-  for (int part = 0; part < num_input_parts(operation); ++part) {
-    const std::size_t count = count_in_piece(operation.input, part, piece.first, piece.count);
-    if (count != 0) {
-      std::memcpy(target, operation.input.part(part) + piece.first * element, count * element);
-    }
-    target += piece.count * element;
-  }
-}
-
-// Where a rank's input of this piece is, in this process. In an area the parts lie as in the
-// operation; elsewhere they are packed.
-std::byte* Group::input_of(int peer, const Piece& piece, int part) {
-  Slot& theirs = slot(peer, piece.number);
-  const Record& record = theirs.record;
-  const std::size_t element = size_of(record.type);
-  const auto index = static_cast<std::size_t>(part);
-  const std::size_t packed = index * piece.count * element;
-  if (record.place == kInSlot) return theirs.payload + packed;
-  if (record.place == kSmallBuffer) {
-    return control(peer).small_buffers[0].data() + record.offset + packed;
-  }
-  if (record.place == kStaging) {
-    return segments_[static_cast<std::size_t>(peer)].data() + kStagingOffset + record.offset +
-           packed;
-  }
-  return attach_area(peer, record.place) + record.offset + index * record.total * element;
-}
-
-std::byte* Group::attach_area(int peer, std::uint32_t index) {
-  if (peer == rank()) {
-    for (const OwnArea& area : own_areas_) {
-      if (area.index == index) return area.segment.data();
-    }
-  }
-  auto& known = peer_areas_[static_cast<std::size_t>(peer)];
-  auto found = known.find(index);
-  if (found == known.end()) {
-    const Area& area = control(peer).areas[index];
-    found = known
-                .emplace(index, Segment::attach({processes_[static_cast<std::size_t>(peer)],
-                                                 area.fd, area.bytes, area.address}))
-                .first;
-  }
-  return found->second.data();
+  return false;
 }
 
 bool Group::have_all_posted(Piece& piece) {
@@ -242,9 +155,11 @@ bool Group::advance(Piece& piece, bool is_waiting) {
 // All records are there: they must agree, and they decide how an all-reduce is done.
 void Group::make_ready(Piece& piece) {
   const Record& mine = slot(rank(), piece.number).record;
+  std::uint64_t least_retired = num_retired_;
   for (int peer = 0; peer < size(); ++peer) {
     const Record& theirs = slot(peer, piece.number).record;
-    if (std::memcmp(&mine, &theirs, offsetof(Record, place)) == 0) continue;
+    least_retired = std::min(least_retired, slot(peer, piece.number).retired);
+    if (peer == rank() || std::memcmp(&mine, &theirs, offsetof(Record, place)) == 0) continue;
     const auto text = [](const Record& record) {
       Operation operation;
       operation.kind = record.kind;
@@ -267,7 +182,8 @@ void Group::make_ready(Piece& piece) {
                     piece.number, text(first), text(slot(other, piece.number).record), other));
   }
   piece.is_ready = true;
-  const Operation& operation = piece.request->operation;
+  min_retired_ = std::max(min_retired_, least_retired);
+  const Operation& operation = *piece.operation;
   if (operation.kind != Kind::kAllReduce) return;
   const std::size_t element = size_of(operation.type);
   const std::size_t bytes = piece.count * element;
@@ -286,13 +202,12 @@ void Group::make_ready(Piece& piece) {
 
 // Takes from the others what this rank needs.
 void Group::pull(Piece& piece) {
-  const Operation& operation = piece.request->operation;
+  const Operation& operation = *piece.operation;
   if (operation.output.is_empty() || piece.count == 0) return;
   const std::size_t element = size_of(operation.type);
   const auto output = [&](int part) { return operation.output.part(part) + piece.first * element; };
   const auto copy = [&](int from, int input_part, int output_part) {
-    const std::size_t count =
-        count_in_piece(operation.output, output_part, piece.first, piece.count);
+    const std::size_t count = operation.output.count_from(output_part, piece.first, piece.count);
     const std::byte* source = input_of(from, piece, input_part);
     if (count != 0 && source != output(output_part)) {
       std::memcpy(output(output_part), source, count * element);
@@ -315,8 +230,11 @@ void Group::pull(Piece& piece) {
   }
   const void* inputs[kMaxRanks];
   double factors[kMaxRanks];
+  const int part = operation.kind == Kind::kReduceScatter ? rank() : 0;
   for (int peer = 0; peer < size(); ++peer) {
-    inputs[peer] = input_of(peer, piece, operation.kind == Kind::kReduceScatter ? rank() : 0);
+    // Its own is where the caller has it: a copy, if there is one, is for the others.
+    inputs[peer] = peer == rank() ? operation.input.part(part) + piece.first * element
+                                  : input_of(peer, piece, part);
     factors[peer] = slot(peer, piece.number).record.factor;
   }
   void* outputs[] = {output(0)};
@@ -334,7 +252,7 @@ void Group::pull(Piece& piece) {
 // Reduces chunks in place, for all ranks at once. A rank that computes takes only its share, so
 // that the one that is behind is not given more to do; a rank that waits takes what it finds.
 bool Group::reduce_chunks(Piece& piece, bool is_waiting) {
-  const Operation& operation = piece.request->operation;
+  const Operation& operation = *piece.operation;
   const std::size_t element = size_of(operation.type);
   Slot& shared = slot(0, piece.number);
   const auto num_ranks = static_cast<std::size_t>(size());

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <random>
 #include <thread>
@@ -52,6 +53,34 @@ TEST(ShmEngine, ReducesItsOwnMemoryInPlaceAndInAnyMixture) {
       survivor = world.backend()->allocateTensor(1000, at::kFloat).fill_(7);
     }
     EXPECT_EQ(survivor.sum().item<double>(), 7000) << "a tensor outlives its engine";
+  })));
+}
+
+// Bytes of this process's own memory, without what it shares.
+std::int64_t private_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    std::int64_t kilobytes = 0;
+    if (word == "RssAnon:" && status >> kilobytes) return kilobytes * 1024;
+  }
+  return 0;
+}
+
+TEST(ShmEngine, NeedsItsSegmentAndLittleElse) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int) {
+    at::Tensor large = at::ones({16 << 20});
+    const auto use = [&](const World& world) {
+      for (int i = 0; i < 3; ++i) {
+        world.all_reduce(large.fill_(1));
+        world.broadcast(large);
+        for (const int count : {1, 1000, 100000}) world.all_reduce(large.slice(0, 0, count));
+      }
+    };
+    use(World::join());  // what LibTorch needs the first time is not the engine's
+    const std::int64_t before = private_bytes();
+    const World world = World::join();
+    use(world);
+    EXPECT_LT(private_bytes() - before, 1 << 20);
   })));
 }
 

@@ -1,0 +1,124 @@
+#include "backend/shm_work.h"
+
+namespace lockstep {
+
+bool ShmWork::isCompleted() {
+  const std::lock_guard lock(work_mutex_);
+  if (is_over_) return true;
+  try {
+    while (next_ < requests_.size()) {
+      if (!group_->poll(*requests_[next_])) return false;
+      ++next_;
+    }
+    end(nullptr);
+  } catch (...) {
+    end(std::current_exception());
+  }
+  return true;
+}
+
+bool ShmWork::isSuccess() const {
+  const std::lock_guard lock(work_mutex_);
+  return is_over_ && !error_;
+}
+
+std::exception_ptr ShmWork::exception() const {
+  const std::lock_guard lock(work_mutex_);
+  return error_;
+}
+
+bool ShmWork::wait(std::chrono::milliseconds timeout) {
+  const std::lock_guard lock(work_mutex_);
+  if (!is_over_) {
+    try {
+      for (; next_ < requests_.size(); ++next_) {
+        if (timeout == kNoTimeout) {
+          group_->wait(*requests_[next_]);
+        } else {
+          group_->wait(*requests_[next_], timeout);
+        }
+      }
+      end(nullptr);
+    } catch (...) {
+      end(std::current_exception());
+    }
+  }
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
+  {
+    const std::lock_guard lock(work_mutex_);
+    if (future_) return future_;
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (is_over_) {
+      complete_future();
+      return future_;
+    }
+  }
+  if (const auto driver = driver_.lock()) {
+    driver->drive(c10::intrusive_ptr<ShmWork>::reclaim_copy(this));
+  } else {
+    isCompleted();  // without an engine nothing moves any more
+  }
+  return future_;
+}
+
+void ShmWork::end(std::exception_ptr error) {
+  error_ = std::move(error);
+  if (!error_ && after_) {
+    try {
+      after_();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+  is_over_ = true;
+  after_ = nullptr;
+  finish(error_);  // c10d::Work's own record of it
+  if (future_) complete_future();
+}
+
+void ShmWork::complete_future() {
+  if (error_) {
+    future_->setErrorIfNeeded(error_);
+  } else if (!future_->completed()) {
+    future_->markCompleted(c10::IValue(tensors_));
+  }
+}
+
+FutureDriver::~FutureDriver() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void FutureDriver::drive(c10::intrusive_ptr<ShmWork> work) {
+  const std::lock_guard lock(mutex_);
+  works_.push_back(std::move(work));
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_all();
+}
+
+void FutureDriver::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return is_ending_ || !works_.empty(); });
+    if (is_ending_) return;
+    const auto work = works_.front();
+    works_.pop_front();
+    lock.unlock();
+    try {
+      work->wait(kNoTimeout);
+    } catch (...) {  // NOLINT: it is in the future and in the work
+    }
+    lock.lock();
+  }
+}
+
+}  // namespace lockstep

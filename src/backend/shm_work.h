@@ -1,0 +1,83 @@
+// Work of the shared-memory engine: one or several operations that a caller waits for as one.
+//
+// It moves on in isCompleted() and wait(), on the caller's thread. Only futures that somebody asks
+// for are completed by a thread, which is started with the first of them.
+// Threading: any thread may call.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "shm/group.h"
+
+namespace lockstep {
+
+class ShmWork;
+
+// Completes the futures that somebody asked for. Its thread never throws: what goes wrong is
+// stored in the future.
+class FutureDriver {
+ public:
+  ~FutureDriver();
+  void drive(c10::intrusive_ptr<ShmWork> work);
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<ShmWork>> works_;  // guarded by mutex_
+  bool is_ending_ = false;                         // guarded by mutex_
+  std::thread thread_;
+};
+
+class ShmWork : public c10d::Work {
+ public:
+  // `tensors` are kept alive and are the result; `after` runs once all operations are done.
+  ShmWork(std::shared_ptr<shm::Group> group, std::weak_ptr<FutureDriver> driver, c10d::OpType type,
+          int rank, std::vector<at::Tensor> tensors,
+          std::vector<std::shared_ptr<shm::Request>> requests, std::function<void()> after)
+      : c10d::Work(rank, type),
+        group_(std::move(group)),
+        driver_(std::move(driver)),
+        tensors_(std::move(tensors)),
+        requests_(std::move(requests)),
+        after_(std::move(after)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  int sourceRank() const override { return requests_.front()->peer; }
+  std::vector<at::Tensor> result() override { return tensors_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  void end(std::exception_ptr error);
+  void complete_future();
+
+  // Constant after construction.
+  const std::shared_ptr<shm::Group> group_;
+  const std::weak_ptr<FutureDriver> driver_;  // goes with the engine
+  const std::vector<at::Tensor> tensors_;
+  const std::vector<std::shared_ptr<shm::Request>> requests_;
+
+  // Guarded by work_mutex_.
+  mutable std::mutex work_mutex_;
+  std::size_t next_ = 0;  // the first request that is not known to be done
+  std::function<void()> after_;
+  bool is_over_ = false;
+  std::exception_ptr error_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace lockstep
