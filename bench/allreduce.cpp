@@ -12,10 +12,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/lockstep.h>
-#include <sched.h>
-#include <sys/wait.h>
 #include <torch/version.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -24,9 +21,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "base/posix.h"
-#include "launch/rank_command.h"
 #include "peers/openmpi.h"
+#include "ranks.h"
 #include "shm/group.h"
 
 namespace {
@@ -68,23 +64,6 @@ struct Contestant {
   std::int64_t wrong = 0;
 };
 
-// Binds the calling thread to a core of its own, as launchers do; threads that the engines have
-// started stay free. With more ranks than cores, all stay free.
-void bind_to_core(const World& world) {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  if (CPU_COUNT(&allowed) < world.size()) return;
-  int nth = world.rank();
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (!CPU_ISSET(core, &allowed) || nth-- != 0) continue;
-    cpu_set_t mine;
-    CPU_ZERO(&mine);
-    CPU_SET(core, &mine);
-    ::sched_setaffinity(0, sizeof mine, &mine);
-  }
-}
-
 class Bench {
  public:
   Bench(const Options& options, bool has_mpi)
@@ -104,7 +83,7 @@ class Bench {
     };
     group_ = std::make_shared<shm::Group>(
         shm::GroupOptions{.rank = shm_.rank(), .size = shm_.size()}, exchange);
-    bind_to_core(shm_);
+    bench::bind_to_core(shm_.rank(), shm_.size());
   }
 
   int run() {
@@ -133,11 +112,29 @@ class Bench {
   int size() const { return shm_.size(); }
   bool is_speaker() const { return rank() == 0; }
 
+  // The same number on all ranks.
+  std::int64_t available_memory() const {
+    const std::string text = read_small_file("/proc/meminfo");
+    const std::size_t at = text.find("MemAvailable:");
+    const std::int64_t mine =
+        at == std::string::npos ? 0 : std::atoll(text.c_str() + at + 13) * std::int64_t{1024};
+    return shm_.all_reduce(at::tensor(mine, at::kLong), ReduceOp::MIN).item<std::int64_t>();
+  }
+
   // Everybody at the same point, by the quickest means.
   void line_up() { group_->run({}); }
 
   void row_group(const std::string& name, std::int64_t bytes, at::ScalarType type) {
     if (!options_.only.empty() && options_.only != name) return;
+    // Three buffers a rank, and what the engines need themselves.
+    const std::int64_t needed = 4 * bytes * size();
+    if (needed > available_memory()) {
+      if (is_speaker() && !options_.is_json) {
+        fmt::print("# {} of {} bytes is left out: {} bytes of memory are needed.\n", name, bytes,
+                   needed);
+      }
+      return;
+    }
     std::vector<Contestant> contestants = make(name, bytes, type);
     for (int i = 0; i < kWarmUp + repeats_for(bytes); ++i) {
       for (Contestant& one : contestants) turn(name, bytes, one, i >= kWarmUp);
@@ -175,12 +172,13 @@ class Bench {
   std::vector<Contestant> make(const std::string& name, std::int64_t bytes, at::ScalarType type) {
     const std::int64_t count = bytes / static_cast<std::int64_t>(c10::elementSize(type));
     std::vector<Contestant> all;
+    // One for all: every turn fills it anew.
+    const at::Tensor staged = at::empty({count}, type);
     const auto add = [&](const char* engine, const char* mode, bool is_shared) -> Contestant& {
       Contestant one;
       one.engine = engine;
       one.mode = mode;
-      one.memory =
-          is_shared ? shm_.backend()->allocateTensor(count, type) : at::empty({count}, type);
+      one.memory = is_shared ? shm_.backend()->allocateTensor(count, type) : staged;
       if (std::string(engine) == "shm_engine" && is_shared) {
         std::byte* memory = group_->allocate(static_cast<std::size_t>(bytes));
         one.memory = at::from_blob(
@@ -329,8 +327,8 @@ class Bench {
     if (options_.is_json) return;
     fmt::print(
         "# Collectives of {} ranks on one host. CPU: {}, {} cores. LibTorch {}, lockstep {}{}.\n",
-        size(), cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION, LOCKSTEP_VERSION,
-        has_mpi_ ? ", " + bench::mpi_version() : "");
+        size(), bench::cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION,
+        LOCKSTEP_VERSION, has_mpi_ ? ", " + bench::mpi_version() : "");
     fmt::print(
         "# Engines take turns, {} to warm up and then {} of {} runs ({} of Gloo's); above 1 MiB 3 "
         "to "
@@ -344,14 +342,6 @@ class Bench {
                "mode", "ranks", "bytes", "dtype", "p50", "p99", "algbw", "wrong");
     fmt::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "", "", "", "", "(B)",
                "", "(us)", "(us)", "(GB/s)", "");
-  }
-
-  static std::string cpu_name() {
-    const std::string text = read_small_file("/proc/cpuinfo");
-    const std::size_t at = text.find("model name");
-    if (at == std::string::npos) return "unknown";
-    const std::size_t begin = text.find(": ", at) + 2;
-    return text.substr(begin, text.find('\n', begin) - begin);
   }
 
   Options options_;
@@ -370,19 +360,6 @@ int be_rank(const Options& options) {
   return code;
 }
 
-int run_and_wait(const std::vector<Command>& commands) {
-  for (const Command& command : commands) spawn(command);
-  int worst = 0;
-  for (int status = 0; ::wait(&status) > 0;) {
-    const auto exit_status = ExitStatus::from_wait(status);
-    if (!exit_status.is_ok()) {
-      fmt::print(stderr, "bench: a process {}\n", exit_status.text());
-      worst = 1;
-    }
-  }
-  return worst;
-}
-
 int start_ranks(int num_ranks, const std::vector<std::string>& arguments) {
   const std::map<std::string, std::string> variables = {{"OMP_NUM_THREADS", "1"},
                                                         {"LOCKSTEP_LOG", "warning"},
@@ -395,15 +372,9 @@ int start_ranks(int num_ranks, const std::vector<std::string>& arguments) {
                          "--oversubscribe", "--bind-to", "none"};
     command.arguments.insert(command.arguments.end(), arguments.begin(), arguments.end());
     command.variables = variables;
-    return run_and_wait({command});
+    return bench::run_and_wait({command});
   }
-  const Fd store = make_memfd("lockstep-bench-store");
-  std::vector<Command> commands;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    commands.push_back(rank_command(arguments, rank, num_ranks, store.get()));
-    commands.back().variables.insert(variables.begin(), variables.end());
-  }
-  return run_and_wait(commands);
+  return bench::run_ranks(num_ranks, arguments, variables);
 }
 
 }  // namespace
@@ -424,7 +395,7 @@ int main(int argc, char** argv) try {
   }
   if (std::getenv("LOCKSTEP_BENCH_RANK") != nullptr) return be_rank(options);
   std::vector<std::string> arguments(argv, argv + argc);
-  arguments[0] = "/proc/" + std::to_string(::getpid()) + "/exe";
+  arguments[0] = bench::this_program();
   int worst = 0;
   for (const int num_ranks : options.ranks) worst |= start_ranks(num_ranks, arguments);
   return worst;

@@ -2,5 +2,7 @@
 #pragma once
 
 #include <lockstep/backend.h>
+#include <lockstep/comm_hook.h>
+#include <lockstep/ddp.h>
 #include <lockstep/error.h>
 #include <lockstep/world.h>

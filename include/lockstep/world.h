@@ -58,6 +58,10 @@ class LOCKSTEP_API World {
   // For small values that ranks want to tell each other; keys are this world's own.
   const c10::intrusive_ptr<c10d::Store>& store() const;
 
+  // Another world of the same ranks with an engine of its own: what is called there does not mix
+  // with what is called here. Collective.
+  World duplicate() const;
+
   // Returns when all ranks have called it.
   void barrier() const;
 

@@ -124,7 +124,29 @@ World World::join(const JoinOptions& options) {
                        fmt::format("the engine '{}'", engine));
   }
   open.store->setTimeout(options.timeout);
+  state->context = context;
+  state->context.connect_timeout = options.join_timeout;
   announce(log, context, placement, state->backend->getBackendName());
+  return World(std::move(state));
+}
+
+World World::duplicate() const {
+  auto state = std::make_shared<State>();
+  state->rank = state_->rank;
+  state->local_size = state_->local_size;
+  state->members = state_->members;
+  // All ranks duplicate in the same order, so the number is the same on all.
+  const std::string prefix = fmt::format("duplicate{}", state_->num_duplicates++);
+  state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
+  state->context = state_->context;
+  state->context.store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->context.store);
+  const std::string engine = state_->backend->getBackendName();
+  try {
+    state->backend = make_engine(engine, state->context);
+  } catch (...) {
+    rethrow_translated(std::current_exception(), state->members, state->rank, "duplicate",
+                       fmt::format("the engine '{}'", engine));
+  }
   return World(std::move(state));
 }
 

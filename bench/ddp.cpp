@@ -1,0 +1,296 @@
+// Training steps, lockstep against what else there is: time over the limit, and peak memory.
+//
+//   build/release/bench/ddp [--models mlp,cnn] [--peers limit,lockstep] [--rounds N] [--json]
+//   build/release/bench/ddp --model gpt --peer lockstep [--steps N]      one run, as JSON
+//
+// Peers of 2 ranks x 1 thread: `limit` (two processes that train apart), lockstep on shared memory,
+// LibTorch's c10d::Reducer on Gloo and Python's DistributedDataParallel on Gloo, the last two with
+// and without gradient_as_bucket_view. In one process: `plain` LibTorch against a world of one.
+// Each run is a fresh set of processes; in every round all peers have one, in alternating order, so
+// that they meet the same state of the machine. Same models (models.h), batches and fused AdamW.
+// Ratios between rows of one run are results; absolute times are not.
+
+#include <fmt/format.h>
+#include <lockstep/backend.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <thread>
+
+#include "ranks.h"
+#include "training_run.h"
+
+namespace {
+
+using namespace lockstep;  // NOLINT: a program
+
+// Enough steps for a median, enough warm-up for buckets to be settled and memory to be faulted in.
+struct Amount {
+  const char* model;
+  int warm_up;
+  int steps;
+  int rounds;
+};
+constexpr Amount kAmounts[] = {
+    {"mlp", 100, 1000, 7}, {"cnn", 5, 40, 5}, {"gpt", 3, 15, 5}, {"gpt2", 2, 6, 3}};
+
+struct Options {
+  std::vector<std::string> models;
+  std::vector<std::string> peers;
+  std::string model;
+  std::string peer;
+  int rounds = 0;  // 0, and -1 below: as in kAmounts
+  int steps = 0;
+  int warm_up = -1;
+  bool is_json = false;
+};
+
+struct Row {
+  bench::Peer peer;
+  std::vector<bench::Measurement> rounds = {};
+
+  double median(double bench::Measurement::*member) const {
+    std::vector<double> values;
+    for (const auto& one : rounds) values.push_back(one.*member);
+    std::ranges::sort(values);
+    const std::size_t half = values.size() / 2;
+    return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+  }
+  double ms_per_step() const { return median(&bench::Measurement::ms_per_step); }
+  std::int64_t wrong() const {
+    std::int64_t sum = 0;
+    for (const auto& one : rounds) sum += one.wrong;
+    return sum;
+  }
+};
+
+bench::TrainingRun make_run(const Options& options, const Amount& amount, const std::string& peer) {
+  return {.model = amount.model,
+          .peer = peer,
+          .warm_up = options.warm_up >= 0 ? options.warm_up : amount.warm_up,
+          .steps = options.steps > 0 ? options.steps : amount.steps};
+}
+
+// A Python that may have torch: the one that ./dev has made, unless another is given.
+std::string python_program() {
+  const char* const given = std::getenv("LOCKSTEP_PYTHON");
+  return given != nullptr ? given : LOCKSTEP_BENCH_DIR "/../build/venv/bin/python3";
+}
+
+// What the command prints; empty if it fails.
+std::string output_of(const std::vector<std::string>& arguments) try {
+  std::vector<std::string> outputs;
+  Command command;
+  command.arguments = arguments;
+  if (bench::run_and_wait({command}, &outputs) != 0) return {};
+  return outputs.front().substr(0, outputs.front().find('\n'));
+} catch (const std::exception&) {
+  return {};
+}
+
+class Bench {
+ public:
+  explicit Bench(const Options& options) : options_(options) {
+    // Asks for the version without importing torch, which takes seconds.
+    if (::access(python_.c_str(), X_OK) == 0) {
+      python_torch_ =
+          output_of({python_, "-c", "import importlib.metadata as m; print(m.version('torch'))"});
+    }
+    for (const EngineInfo& engine : engines()) {
+      if (engine.name == "gloo") no_gloo_ = engine.unavailable;
+    }
+  }
+
+  int run() {
+    print_heading();
+    for (const Amount& amount : chosen_amounts()) table(amount);
+    const bool is_good = wrong_ == 0 && failed_ == 0;
+    if (!options_.is_json) {
+      fmt::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong_, failed_,
+                 is_good ? "OK" : "FAILED");
+    }
+    return is_good ? 0 : 1;
+  }
+
+ private:
+  std::vector<Amount> chosen_amounts() const {
+    std::vector<Amount> chosen;
+    std::ranges::copy_if(kAmounts, std::back_inserter(chosen), [&](const Amount& amount) {
+      return std::ranges::find(options_.models, amount.model) != options_.models.end();
+    });
+    return chosen;
+  }
+
+  int rounds_of(const Amount& amount) const {
+    return options_.rounds > 0 ? options_.rounds : amount.rounds;
+  }
+
+  bool can_run(const bench::Peer& peer) const {
+    const std::string name = peer.name;
+    if (std::ranges::find(options_.peers, name) == options_.peers.end()) return false;
+    if (name.starts_with("python_")) return !python_torch_.empty();
+    return !name.starts_with("c10d_") || no_gloo_.empty();
+  }
+
+  void table(const Amount& amount) {
+    std::vector<Row> rows;
+    for (const bench::Peer& peer : bench::kPeers) {
+      if (can_run(peer)) rows.push_back({peer});
+    }
+    for (int round = 0; round < rounds_of(amount); ++round) {
+      for (Row& row : rows) take_turn(amount, row);
+      std::ranges::reverse(rows);
+    }
+    if (rounds_of(amount) % 2 == 1) std::ranges::reverse(rows);
+    std::erase_if(rows, [](const Row& row) { return row.rounds.empty(); });
+    check_parameters(rows);
+    for (const Row& row : rows) print(amount.model, row, rows);
+  }
+
+  void take_turn(const Amount& amount, Row& row) try {
+    row.rounds.push_back(bench::measure(make_run(options_, amount, row.peer.name), python_));
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "bench: {}\n", error.what());
+    ++failed_;
+  }
+
+  // The same model everywhere, as far as counting tells.
+  void check_parameters(const std::vector<Row>& rows) {
+    for (const Row& row : rows) {
+      if (row.rounds.front().parameters == rows.front().rounds.front().parameters) continue;
+      fmt::print(stderr, "bench: {} has another number of parameters than {}\n", row.peer.name,
+                 rows.front().peer.name);
+      ++failed_;
+    }
+  }
+
+  void print(const std::string& model, const Row& row, const std::vector<Row>& rows) {
+    const auto ms_of = [&](const std::string& name) {
+      const auto found =
+          std::ranges::find_if(rows, [&](const Row& one) { return name == one.peer.name; });
+      return found == rows.end() ? 0.0 : found->ms_per_step();
+    };
+    const double ms = row.ms_per_step();
+    const double limit = ms_of(row.peer.ranks == 1 ? "plain" : "limit");
+    const double lockstep = row.peer.ranks == 1 ? 0 : ms_of("lockstep");
+    const double over_limit = limit > 0 ? (ms / limit - 1) * 100 : 0;
+    const double peak_mb = row.median(&bench::Measurement::peak_mb);
+    const double mean_ms = row.median(&bench::Measurement::mean_ms);
+    wrong_ += row.wrong();
+    if (options_.is_json) {
+      nlohmann::json object = {{"bench", "ddp"},        {"model", model},
+                               {"peer", row.peer.name}, {"ranks", row.peer.ranks},
+                               {"ms_per_step", ms},     {"mean_ms", mean_ms},
+                               {"over_limit", nullptr}, {"vs_lockstep", nullptr},
+                               {"peak_mb", peak_mb},    {"wrong", nullptr}};
+      if (limit > 0) object["over_limit"] = over_limit;
+      if (lockstep > 0) object["vs_lockstep"] = ms / lockstep;
+      if (row.peer.has_replicas) object["wrong"] = row.wrong();
+      fmt::print("{}\n", object.dump());
+    } else {
+      fmt::print(" {:<7}{:<19}{:>5}{:>13.3f}{:>11.3f}{:>12}{:>13}{:>10.1f}{:>7}\n", model,
+                 row.peer.name, row.peer.ranks, ms, mean_ms,
+                 limit > 0 ? fmt::format("{:+.1f}", over_limit) : "-",
+                 lockstep > 0 ? fmt::format("{:.2f}", ms / lockstep) : "-", peak_mb,
+                 row.peer.has_replicas ? std::to_string(row.wrong()) : "-");
+    }
+    std::fflush(stdout);
+  }
+
+  void print_heading() const {
+    std::FILE* const out = options_.is_json ? stderr : stdout;
+    if (python_torch_.empty()) {
+      fmt::print(out,
+                 "# Without Python's peers: {} has no torch. Set LOCKSTEP_PYTHON to one that "
+                 "can.\n",
+                 python_);
+    }
+    if (!no_gloo_.empty()) fmt::print(out, "# Without c10d::Reducer: {}.\n", no_gloo_);
+    if (options_.is_json) return;
+    fmt::print(
+        "# Training with fused AdamW, one thread and one core for each rank. CPU: {}, {} cores. "
+        "LibTorch {}, lockstep {}{}.\n",
+        bench::cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION, LOCKSTEP_VERSION,
+        python_torch_.empty() ? "" : ", Python's torch " + python_torch_);
+    fmt::print("# Fresh processes for each run, peers take turns. Warm-up + steps x rounds:");
+    const char* separator = " ";
+    for (const Amount& amount : chosen_amounts()) {
+      const auto run = make_run(options_, amount, "");
+      fmt::print("{}{} {} + {} x {}", separator, run.model, run.warm_up, run.steps,
+                 rounds_of(amount));
+      separator = ", ";
+    }
+    fmt::print(".\n");
+    fmt::print(
+        "# ms_per_step: median of a run's steps (mean: their mean), slowest rank, median over "
+        "rounds. over_limit: against `limit`, with one rank against `plain`.\n"
+        "# vs_lockstep: how many times lockstep's time. peak_mb: resident memory of the largest "
+        "process. wrong: elements in which replicas differ.\n");
+    const auto line = [](auto... column) {
+      fmt::print("#{:<7}{:<19}{:>5}{:>13}{:>11}{:>12}{:>13}{:>10}{:>7}\n", column...);
+    };
+    line("model", "peer", "ranks", "ms_per_step", "mean", "over_limit", "vs_lockstep", "peak_mb",
+         "wrong");
+    line("", "", "", "(ms)", "(ms)", "(%)", "(x)", "(MB)", "");
+    std::fflush(stdout);
+  }
+
+  Options options_;
+  std::string python_ = python_program();
+  std::string python_torch_;  // its version; empty: Python's peers cannot run
+  std::string no_gloo_;       // why c10d::Reducer cannot run; empty: it can
+  std::int64_t wrong_ = 0;
+  int failed_ = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  Options options;
+  std::vector<std::string> models, peers;
+  for (const Amount& amount : kAmounts) models.emplace_back(amount.model);
+  for (const bench::Peer& peer : bench::kPeers) peers.emplace_back(peer.name);
+  options.models = models;
+  options.peers = peers;
+  CLI::App app("Training steps, lockstep against what else there is");
+  app.add_option("--models", options.models, "Which models")
+      ->delimiter(',')
+      ->check(CLI::IsMember(models));
+  app.add_option("--peers", options.peers, "Which peers")
+      ->delimiter(',')
+      ->check(CLI::IsMember(peers));
+  app.add_option("--rounds", options.rounds, "Runs of each peer");
+  app.add_option("--steps", options.steps, "Steps that are measured in a run");
+  app.add_option("--warm-up", options.warm_up, "Steps before that");
+  app.add_flag("--json", options.is_json, "One JSON object per row");
+  auto* const model = app.add_option("--model", options.model, "With --peer: do one run")
+                          ->check(CLI::IsMember(models));
+  app.add_option("--peer", options.peer, "With --model: do one run")
+      ->check(CLI::IsMember(peers))
+      ->needs(model);
+  CLI11_PARSE(app, argc, argv);
+  if (std::getenv("LOCKSTEP_BENCH_QUICK") != nullptr) {
+    options.models = {"mlp"};
+    options.rounds = 1;
+    if (options.steps == 0) options.steps = 50;
+    if (options.warm_up < 0) options.warm_up = 10;
+  }
+  if (options.peer.empty()) return Bench(options).run();
+  const auto& amount = *std::ranges::find_if(
+      kAmounts, [&](const Amount& one) { return options.model == one.model; });
+  const auto run = make_run(options, amount, options.peer);
+  if (std::getenv("LOCKSTEP_BENCH_RANK") != nullptr) {
+    bench::be_rank(run);
+  } else {
+    const auto result = bench::measure(run, python_program());
+    fmt::print("{}\n", nlohmann::json(result).dump());
+  }
+  return 0;
+} catch (const std::exception& error) {
+  fmt::print(stderr, "{}\n", error.what());
+  return 1;
+}

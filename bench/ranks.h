@@ -1,0 +1,31 @@
+// What all benchmarks need to run ranks: start them and wait, give each a core, name the machine.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/process.h"
+
+namespace lockstep::bench {
+
+// Binds the calling thread to a core of its own, as launchers do; threads that the engines have
+// started stay free. With more ranks than cores, all stay free.
+void bind_to_core(int rank, int size);
+
+std::string cpu_name();
+
+// This program, as a command that its own copies can be started by.
+std::string this_program();
+
+// Starts the commands together and waits for all. If one fails, the others are killed and stderr
+// says which. `outputs`, if given, gets what each wrote to its standard output. Returns 0 if all
+// succeeded, else 1.
+int run_and_wait(std::vector<Command> commands, std::vector<std::string>* outputs = nullptr);
+
+// The same for `num_ranks` ranks of one command, which meet in memory: no port is opened.
+int run_ranks(int num_ranks, const std::vector<std::string>& arguments,
+              const std::map<std::string, std::string>& variables,
+              std::vector<std::string>* outputs = nullptr);
+
+}  // namespace lockstep::bench

@@ -1,0 +1,176 @@
+#include "training_run.h"
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <lockstep/ddp.h>
+#include <lockstep/lockstep.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+
+#include "base/env.h"
+#include "base/posix.h"
+#include "fused_adamw.h"
+#include "models.h"
+#include "peers/c10d_reducer.h"
+#include "ranks.h"
+
+namespace lockstep::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// An ordinary training loop, and what the peer puts around it.
+class Training {
+ public:
+  explicit Training(const TrainingRun& run, int rank)
+      : workload_(make_workload(run.model, rank)),
+        parameters_(workload_.model->parameters()),
+        optimizer_(parameters_) {
+    if (run.peer == "lockstep" || run.peer == "world_of_one") {
+      world_ = World::join({.engine = run.peer == "lockstep" ? "shm" : "auto"});
+      ddp_.emplace(workload_.model, *world_);
+    } else if (run.peer == "c10d_reducer" || run.peer == "c10d_reducer_view") {
+      world_ = World::join({.engine = "gloo"});
+      reducer_.emplace(*world_, parameters_, run.peer == "c10d_reducer_view");
+    }
+  }
+
+  void step() {
+    workload_.model->zero_grad();
+    if (reducer_) reducer_->before_forward();
+    const auto loss = workload_.loss();
+    if (reducer_) reducer_->before_backward();
+    loss.backward();
+    optimizer_.step();
+  }
+
+  std::int64_t count_parameters() const {
+    std::int64_t sum = 0;
+    for (const at::Tensor& parameter : parameters_) sum += parameter.numel();
+    return sum;
+  }
+
+  // Elements that differ from rank 0's. Bits are compared: a NaN equals itself, 0 differs from -0.
+  std::int64_t count_wrong() const {
+    if (!world_) return 0;
+    std::int64_t wrong = 0;
+    for (const at::Tensor& parameter : parameters_) {
+      const auto mine = parameter.detach();
+      const auto rank0s = world_->broadcast(mine.clone());
+      wrong += mine.view(at::kInt).ne(rank0s.view(at::kInt)).sum().item<std::int64_t>();
+    }
+    return wrong;
+  }
+
+ private:
+  Workload workload_;
+  std::vector<at::Tensor> parameters_;
+  FusedAdamW optimizer_;
+  std::optional<World> world_;
+  std::optional<DistributedDataParallel> ddp_;
+  std::optional<C10dReducer> reducer_;
+};
+
+// The most memory that this process has had, from proc(5).
+double peak_mb() {
+  std::istringstream status(read_small_file("/proc/self/status"));
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("VmHWM:")) return std::stod(line.substr(6)) / 1024;
+  }
+  return 0;
+}
+
+Measurement train(const TrainingRun& run, int rank, int size) {
+  Training training(run, rank);
+  bind_to_core(rank, size);
+  for (int i = 0; i < run.warm_up; ++i) training.step();
+  std::vector<double> times;
+  auto last = Clock::now();
+  for (int i = 0; i < run.steps; ++i) {
+    training.step();
+    const auto now = Clock::now();
+    times.push_back(std::chrono::duration<double, std::milli>(now - last).count());
+    last = now;
+  }
+  Measurement result;
+  result.peak_mb = peak_mb();
+  result.mean_ms = std::accumulate(times.begin(), times.end(), 0.0) / run.steps;
+  std::ranges::nth_element(times, times.begin() + run.steps / 2);
+  result.ms_per_step = times[static_cast<std::size_t>(run.steps / 2)];
+  result.parameters = training.count_parameters();
+  result.wrong = training.count_wrong();
+  return result;
+}
+
+std::vector<std::string> run_python(const TrainingRun& run, int num_ranks,
+                                    const std::string& python, int& failed) {
+  const Fd store = make_memfd("lockstep-bench-store");
+  std::vector<Command> commands;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    Command command;
+    command.arguments = {python,      LOCKSTEP_BENCH_DIR "/peers/ddp.py",
+                         "--model",   run.model,
+                         "--warm-up", std::to_string(run.warm_up),
+                         "--steps",   std::to_string(run.steps),
+                         "--rank",    std::to_string(rank),
+                         "--size",    std::to_string(num_ranks),
+                         "--store",   fmt::format("/proc/{}/fd/{}", ::getpid(), store.get())};
+    if (run.peer == "python_ddp_view") command.arguments.push_back("--bucket-view");
+    command.variables = {{"OMP_NUM_THREADS", "1"}, {"GLOO_SOCKET_IFNAME", "lo"}};
+    commands.push_back(command);
+  }
+  std::vector<std::string> outputs;
+  failed = run_and_wait(std::move(commands), &outputs);
+  return outputs;
+}
+
+}  // namespace
+
+void be_rank(const TrainingRun& run) {
+  at::set_num_threads(1);
+  const auto environment = Environment::of_process();
+  const auto result = train(run, environment.get_int("RANK").value_or(0),
+                            environment.get_int("WORLD_SIZE", 1).value_or(1));
+  fmt::print("{}\n", nlohmann::json(result).dump());
+}
+
+Measurement measure(const TrainingRun& run, const std::string& python) {
+  const auto* const peer =
+      std::ranges::find_if(kPeers, [&](const Peer& one) { return run.peer == one.name; });
+  if (peer == std::end(kPeers)) {
+    throw std::runtime_error(fmt::format("there is no peer '{}'", run.peer));
+  }
+  int failed = 0;
+  std::vector<std::string> outputs;
+  if (run.peer.starts_with("python_")) {
+    outputs = run_python(run, peer->ranks, python, failed);
+  } else {
+    failed = run_ranks(
+        peer->ranks,
+        {this_program(), "--model", run.model, "--peer", run.peer, "--warm-up",
+         std::to_string(run.warm_up), "--steps", std::to_string(run.steps)},
+        {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_LOG", "warning"}, {"LOCKSTEP_BENCH_RANK", "1"}},
+        &outputs);
+  }
+  if (failed != 0) {
+    throw std::runtime_error(fmt::format("the run of {} on {} failed", run.peer, run.model));
+  }
+  Measurement all;
+  for (const std::string& output : outputs) {
+    const auto one = nlohmann::json::parse(output).get<Measurement>();
+    all.ms_per_step = std::max(all.ms_per_step, one.ms_per_step);
+    all.mean_ms = std::max(all.mean_ms, one.mean_ms);
+    all.peak_mb = std::max(all.peak_mb, one.peak_mb);
+    all.parameters = one.parameters;
+    all.wrong += one.wrong;
+  }
+  return all;
+}
+
+}  // namespace lockstep::bench

@@ -1,0 +1,48 @@
+// One run of one peer of the training benchmark: what a rank does in it, and what comes out.
+//
+// Every run is a fresh set of processes, so that the peak of memory is this peer's own. The ranks
+// of a C++ peer are this program again, those of a Python peer are peers/ddp.py; each prints a
+// Measurement as a line of JSON.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace lockstep::bench {
+
+struct TrainingRun {
+  std::string model;
+  std::string peer;
+  int warm_up = 0;
+  int steps = 0;
+};
+
+struct Measurement {
+  double ms_per_step = 0;  // median over steps
+  double mean_ms = 0;      // shows what happens only now and then, such as replica checks
+  double peak_mb = 0;      // of resident memory; shared pages count in each process that uses them
+  std::int64_t parameters = 0;
+  std::int64_t wrong = 0;  // elements of parameters that differ from rank 0's at the end
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Measurement, ms_per_step, mean_ms, peak_mb, parameters, wrong)
+
+struct Peer {
+  const char* name;
+  int ranks;
+  bool has_replicas;  // that ought to be equal at the end
+};
+inline constexpr Peer kPeers[] = {{"limit", 2, false},       {"lockstep", 2, true},
+                                  {"c10d_reducer", 2, true}, {"c10d_reducer_view", 2, true},
+                                  {"python_ddp", 2, true},   {"python_ddp_view", 2, true},
+                                  {"plain", 1, false},       {"world_of_one", 1, false}};
+
+// A rank of a C++ peer: trains and prints its measurement.
+void be_rank(const TrainingRun& run);
+
+// Starts the ranks of a run, waits for them, and puts them together: the slowest rank's time, the
+// largest peak, all wrong values. `python` is needed by Python's peers.
+// Throws: std::runtime_error if a rank failed.
+Measurement measure(const TrainingRun& run, const std::string& python);
+
+}  // namespace lockstep::bench

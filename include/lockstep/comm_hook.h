@@ -1,0 +1,86 @@
+// Communication hooks: how a bucket of gradients becomes its mean over ranks.
+//
+// Without a hook a bucket is all-reduced as it is. A hook sees each bucket once per step, on all
+// ranks in the same order, and leaves the mean in it: cast to fewer bits, factored, or only its
+// largest part. Hooks act in synchronised backwards only; under no_sync() nothing reaches them.
+// Threading: calls come from the thread that runs backward(), one at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <lockstep/export.h>
+#include <lockstep/world.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// One bucket, as a hook sees it. Tensors are views: what is written there is the gradient.
+struct GradBucket {
+  int index = 0;  // in the order of posting; may change once, after the first step: see epoch
+  int epoch = 0;  // grows when the layout of buckets changes: state kept by index is then void
+  at::Tensor flat = {};                    // all gradients, one behind the other, padding is zero
+  std::vector<at::Tensor> gradients = {};  // of each parameter, in its sizes and strides
+  std::vector<std::string> names = {};
+};
+
+// The ranks, for a hook: collectives that do not wait, and a count of what they send.
+class LOCKSTEP_API HookComm {
+ public:
+  explicit HookComm(World world) : world_(std::move(world)) {}
+
+  int rank() const { return world_.rank(); }
+  int size() const { return world_.size(); }
+
+  // Starts the sum over ranks; `tensor` is contiguous and may be used again after wait().
+  c10::intrusive_ptr<c10d::Work> all_reduce(const at::Tensor& tensor);
+  // Starts to bring every rank's `tensor` to all; the result has one row per rank.
+  c10::intrusive_ptr<c10d::Work> all_gather(const at::Tensor& tensor, at::Tensor& result);
+
+  // Bytes that this rank has given to collectives so far.
+  std::int64_t bytes_sent() const { return bytes_sent_; }
+
+ private:
+  World world_;
+  std::int64_t bytes_sent_ = 0;
+};
+
+class LOCKSTEP_API CommHook {
+ public:
+  virtual ~CommHook() = default;
+
+  // What all ranks must have alike: the name and the settings. Compared when a model is wrapped.
+  virtual std::string text() const = 0;
+
+  // Begins to average the bucket. Returns what is to be done at the end of backward, in the order
+  // of buckets: wait, more collectives, and writing the mean into the bucket.
+  virtual std::function<void()> start(GradBucket bucket, HookComm& comm) = 0;
+};
+
+// Sends gradients in 16 bits: half the bytes of f32. The mean is taken in the engine, which
+// accumulates in f32; fp16 divides before it sends, so that sums do not overflow.
+LOCKSTEP_API std::shared_ptr<CommHook> bf16_hook();
+LOCKSTEP_API std::shared_ptr<CommHook> fp16_hook();
+
+struct PowerSgdOptions {
+  int rank = 1;                // columns of the factors
+  int start_step = 10;         // plain all-reduce before that
+  bool warm_start = true;      // factors begin where the last step's ended
+  bool error_feedback = true;  // what was not sent is added to the next step's gradient
+  double min_compression = 2;  // matrices that would not get this much smaller are sent whole
+  std::uint64_t seed = 0;
+};
+// PowerSGD (Vogels et al., 2019): matrices are sent as two thin factors.
+LOCKSTEP_API std::shared_ptr<CommHook> power_sgd_hook(const PowerSgdOptions& options = {});
+
+struct TopKOptions {
+  double fraction = 0.01;  // of a bucket's elements that are sent, at least one
+  bool error_feedback = true;
+};
+// Each rank sends its largest elements only.
+LOCKSTEP_API std::shared_ptr<CommHook> top_k_hook(const TopKOptions& options = {});
+
+}  // namespace lockstep

@@ -1,0 +1,138 @@
+// DistributedDataParallel: START HERE. Wraps a model so that backward() averages gradients over all
+// ranks, and replicas that begin equal stay equal.
+//
+//   auto world = lockstep::World::join();
+//   lockstep::DistributedDataParallel ddp(model, world);
+//   ...
+//   loss.backward();       // .grad is now the mean over all ranks, the same bits on each
+//   optimizer.step();
+//
+// The contract: after every backward() that reached at least one wrapped parameter, outside
+// no_sync, .grad of each parameter is the weighted mean over ranks of what the same local backward
+// would have left there. Unused parameters, branches that differ between ranks, several forwards or
+// backwards and accumulation need no options. A parameter with a gradient on no rank keeps none.
+// The model keeps its own forward(). Gradients are views of the engine's memory: they are
+// overwritten by the next backward, so clone() what must last longer.
+// Threading: one backward at a time per wrapped model.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <lockstep/comm_hook.h>
+#include <lockstep/export.h>
+#include <lockstep/world.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+template <typename Contained>
+class ModuleHolder;
+}  // namespace torch::nn
+
+namespace lockstep {
+
+// What happens to buffers (running means and the like) after a synchronised backward.
+enum class BufferSync { kFromRank0, kMean, kOff };
+
+struct DdpOptions {
+  std::size_t bucket_bytes = 25 << 20;
+  std::size_t first_bucket_bytes = 1 << 20;  // small, so that communication begins early
+  BufferSync buffers = BufferSync::kFromRank0;
+  int check_every = 100;  // steps between comparisons of the replicas; 0: never
+  std::shared_ptr<CommHook> hook = {};
+  // Names of parameters whose gradients are sparse, besides those of nn::Embedding and
+  // nn::EmbeddingBag with sparse(true), which are found.
+  std::vector<std::string> sparse = {};
+};
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// What the last synchronised backward did. Times are of this rank.
+struct DdpStats {
+  std::int64_t steps = 0;  // synchronised backwards so far
+  int buckets = 0;
+  std::int64_t bytes = 0;       // of gradients, in all buckets
+  std::int64_t bytes_sent = 0;  // given to the engine in the last step
+  double backward_ms = 0;       // from the first gradient to the return of backward()
+  double communication_ms = 0;  // from the first bucket posted to the last one done
+  double waiting_ms = 0;        // of it, at the end, with nothing left to compute
+  double overlap_percent = 0;   // of communication hidden behind backward
+  int slowest_rank = -1;        // the one the others waited for: it came last to the end
+  std::vector<double> step_ms =
+      {};  // by rank: from the end of the last step to the end of backward
+};
+
+class Reducer;
+struct ReducerDeleter {
+  LOCKSTEP_API void operator()(Reducer* reducer) const;
+};
+
+// Gradients stay local while it lives; see DistributedDataParallel::no_sync.
+class LOCKSTEP_API NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<int> depth) : depth_(std::move(depth)) { ++*depth_; }
+  ~NoSync() { --*depth_; }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<int> depth_;
+};
+
+class LOCKSTEP_API DistributedDataParallel {
+ public:
+  // Collective. Compares names, types, shapes, strides and options over ranks, then gives every
+  // rank rank 0's parameters and buffers. Throws: UsageError (nothing to train), MismatchError
+  // (ranks differ: both sides are shown).
+  DistributedDataParallel(std::shared_ptr<torch::nn::Module> model, World world,
+                          DdpOptions options = {});
+  template <typename Contained>
+  DistributedDataParallel(const torch::nn::ModuleHolder<Contained>& model, World world,
+                          DdpOptions options = {})
+      : DistributedDataParallel(std::shared_ptr<torch::nn::Module>(model.ptr()), std::move(world),
+                                std::move(options)) {}
+  // For programs without a torch::nn::Module. Tensors that do not require a gradient are only sent.
+  DistributedDataParallel(std::vector<NamedTensor> parameters, World world, DdpOptions options = {},
+                          std::vector<NamedTensor> buffers = {});
+  DistributedDataParallel(DistributedDataParallel&&) noexcept = default;
+  DistributedDataParallel& operator=(DistributedDataParallel&&) noexcept = default;
+
+  // loss.backward(), for losses that may reach no parameter on some rank: every rank takes part.
+  void backward(const at::Tensor& loss);
+
+  // Backwards keep their gradients local until the result is gone: `auto guard = ddp.no_sync();`
+  [[nodiscard]] NoSync no_sync();
+  // From now on every k-th backward averages, the others add up locally.
+  void accumulate(int k);
+
+  // The number of samples behind the gradients of the next synchronised backward, so that ranks
+  // with uneven batches have the mean over all samples. Without this call every rank has weight 1.
+  // Requires: the loss is a mean over these samples.
+  void set_weight(double samples);
+
+  // For a rank that is out of data: takes part in the others' steps, with weight 0, until all
+  // ranks are here. `step` is what the program does after backward (optimizer.step()), so that this
+  // replica goes on like the others; without it the last rank's parameters and buffers are sent to
+  // all at the end, and states of optimizers differ.
+  void join(const std::function<void()>& step = {});
+
+  // Compares all replicas now. Collective.
+  // Throws: MismatchError that names the first tensor and the ranks that differ.
+  void check_replicas();
+
+  DdpStats stats() const;
+
+ private:
+  std::unique_ptr<Reducer, ReducerDeleter> reducer_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,111 @@
+#include "ddp/agreement.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/ddp.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+
+namespace lockstep {
+namespace {
+
+// The bytes in the order of memory: strides are the same on all ranks, so order is, too.
+std::uint64_t hash_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) return 0;
+  at::Tensor bytes = tensor.detach();
+  if (tensor.layout() != at::kStrided) bytes = bytes.to_dense();
+  if (!bytes.is_non_overlapping_and_dense()) bytes = bytes.contiguous();
+  bytes = bytes.cpu();
+  return XXH3_64bits(bytes.const_data_ptr(), bytes.nbytes());
+}
+
+bool is_same_everywhere(const World& world, std::uint64_t value) {
+  const at::Tensor all =
+      world.all_gather(at::tensor(static_cast<std::int64_t>(value), at::TensorOptions(at::kLong)));
+  return all.eq(static_cast<std::int64_t>(value)).all().item<bool>();
+}
+
+}  // namespace
+
+std::vector<std::string> exchange_texts(const World& world, const std::string& mine) {
+  const at::Tensor sizes = world.all_gather(
+      at::tensor(static_cast<std::int64_t>(mine.size()), at::TensorOptions(at::kLong)));
+  const auto longest = sizes.max().item<std::int64_t>();
+  at::Tensor padded = at::zeros({longest}, at::kByte);
+  std::ranges::copy(mine, static_cast<char*>(padded.mutable_data_ptr()));
+  const at::Tensor all = world.all_gather(padded);
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const at::Tensor row = all[rank];
+    texts.emplace_back(static_cast<const char*>(row.const_data_ptr()),
+                       static_cast<std::size_t>(sizes[rank].item<std::int64_t>()));
+  }
+  return texts;
+}
+
+void check_same_lines(const World& world, const std::vector<std::string>& lines,
+                      const std::string& what) {
+  const std::string mine = fmt::format("{}", fmt::join(lines, "\n"));
+  // All ranks answer alike: if one's hash differs from another's, nobody sees all equal.
+  if (is_same_everywhere(world, XXH3_64bits(mine.data(), mine.size()))) return;
+  std::vector<std::vector<std::string>> all;
+  for (const std::string& text : exchange_texts(world, mine)) {
+    auto& of_rank = all.emplace_back();
+    for (std::size_t at = 0; at <= text.size();) {
+      const std::size_t end = std::min(text.find('\n', at), text.size());
+      of_rank.push_back(text.substr(at, end - at));
+      at = end + 1;
+    }
+  }
+  int other = 0;
+  while (all[static_cast<std::size_t>(other)] == all[0]) ++other;
+  const auto& theirs = all[static_cast<std::size_t>(other)];
+  const auto line = [](const std::vector<std::string>& of_rank, std::size_t index) {
+    return index < of_rank.size() ? of_rank[index] : std::string("nothing more");
+  };
+  std::size_t first = 0;
+  while (line(all[0], first) == line(theirs, first)) ++first;
+  throw MismatchError({.rank = world.rank(),
+                       .peer = world.rank() == other ? 0 : other,
+                       .operation = "DistributedDataParallel"},
+                      fmt::format("{} differ between ranks. The first difference is\n"
+                                  "  rank 0: {}\n  rank {}: {}\n"
+                                  "Build the same model with the same options on all ranks.",
+                                  what, line(all[0], first), other, line(theirs, first)));
+}
+
+void check_same_tensors(const World& world, const std::vector<NamedTensor>& tensors,
+                        std::int64_t step) {
+  std::vector<std::int64_t> hashes;
+  for (const NamedTensor& one : tensors) {
+    hashes.push_back(static_cast<std::int64_t>(hash_of(one.tensor)));
+  }
+  if (is_same_everywhere(world, XXH3_64bits(hashes.data(), hashes.size() * sizeof hashes[0]))) {
+    return;
+  }
+  const at::Tensor all = world.all_gather(at::tensor(hashes, at::TensorOptions(at::kLong)));
+  const at::Tensor differs = all.ne(all[0]);
+  for (std::int64_t i = 0; i < differs.size(1); ++i) {
+    std::vector<std::int64_t> ranks;
+    for (int rank = 0; rank < world.size(); ++rank) {
+      if (differs[rank][i].item<bool>()) ranks.push_back(rank);
+    }
+    if (ranks.empty()) continue;
+    throw MismatchError(
+        {.rank = world.rank(),
+         .peer = static_cast<int>(ranks.front()),
+         .step = step,
+         .operation = "replica check"},
+        fmt::format(
+            "The replicas have drifted apart: {} is not the same on rank 0 and on rank {}.\n"
+            "Make every change of parameters and buffers on all ranks alike: step with "
+            "averaged gradients only, load checkpoints everywhere, seed equally.",
+            tensors[static_cast<std::size_t>(i)].name, fmt::join(ranks, ", ")));
+  }
+}
+
+}  // namespace lockstep

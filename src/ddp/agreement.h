@@ -1,0 +1,27 @@
+// Agreement: whether all ranks have the same, and if not, who differs and in what.
+#pragma once
+
+#include <lockstep/world.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+struct NamedTensor;
+
+// The texts of all ranks, in the order of ranks. Collective.
+std::vector<std::string> exchange_texts(const World& world, const std::string& mine);
+
+// Collective. Throws MismatchError on all ranks if the lines differ: it shows the first line that
+// does, as rank 0 and as the first other rank have it.
+void check_same_lines(const World& world, const std::vector<std::string>& lines,
+                      const std::string& what);
+
+// Collective. Throws MismatchError on all ranks if the bytes of the tensors differ between ranks:
+// it names the first tensor, and the ranks.
+void check_same_tensors(const World& world, const std::vector<NamedTensor>& tensors,
+                        std::int64_t step);
+
+}  // namespace lockstep

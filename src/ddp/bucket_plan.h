@@ -1,0 +1,40 @@
+// BucketPlan: which gradients travel together. A pure function, so that all ranks that agree on its
+// arguments have the same plan.
+//
+// Results never depend on the plan: the sum over ranks is taken element by element, in one order.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace lockstep {
+
+struct SlotShape {
+  std::int64_t num_elements = 0;
+  at::ScalarType type = at::kFloat;
+  at::Device device = at::kCPU;
+};
+
+struct BucketPlan {
+  std::vector<std::size_t> slots;     // in the order of their gradients
+  std::vector<std::int64_t> offsets;  // of each slot, in elements; each begins a cache line
+  std::int64_t num_elements = 0;      // with the padding between slots, which is zero
+};
+
+struct PlanLimits {
+  std::size_t bucket_bytes = 0;
+  std::size_t first_bucket_bytes = 0;
+};
+
+// Fills buckets in the given order of slots, one open bucket per type and device; a bucket is
+// closed once it holds the limit, so a tensor is never cut. Buckets come in the order in which they
+// will be complete.
+std::vector<BucketPlan> plan_buckets(const std::vector<SlotShape>& shapes,
+                                     const std::vector<std::size_t>& order,
+                                     const PlanLimits& limits);
+
+}  // namespace lockstep

@@ -1,0 +1,497 @@
+// The reducer while backward runs: gradients arrive, are moved into buckets, buckets are posted.
+
+#include "ddp/reducer.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <unordered_set>
+
+#include "base/log.h"
+#include "ddp/agreement.h"
+
+namespace lockstep {
+namespace {
+
+// Runs after a gradient has been added to a parameter's .grad. It belongs to the tensor, not to
+// autograd's node, which is made anew when the tensor is moved or cast: such a change must be seen.
+// A tensor has one such hook, so each runs the one that was there before it.
+class GradientHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  GradientHook(std::unique_ptr<PostAccumulateGradHook> before, std::weak_ptr<Reducer*> target,
+               std::function<void(Reducer&)> call)
+      : before_(std::move(before)), target_(std::move(target)), call_(std::move(call)) {}
+
+  void operator()(const at::Tensor& tensor) override {
+    if (before_) (*before_)(tensor);
+    if (const auto target = target_.lock()) call_(**target);
+  }
+
+  bool is_for(const std::shared_ptr<Reducer*>& target) const { return target_.lock() == target; }
+  std::unique_ptr<PostAccumulateGradHook> take_before() { return std::move(before_); }
+
+ private:
+  std::unique_ptr<PostAccumulateGradHook> before_;
+  std::weak_ptr<Reducer*> target_;
+  std::function<void(Reducer&)> call_;
+};
+
+// Changes when an optimizer has stepped. Version counters do not: LibTorch's SGD writes to .data().
+std::uint64_t fingerprint_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return tensor._version();
+  const std::size_t bytes =
+      tensor.is_non_overlapping_and_dense() ? tensor.nbytes() : tensor.element_size();
+  const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  const std::size_t part = std::min<std::size_t>(bytes, 64);
+  std::uint64_t hash = tensor._version();
+  for (const std::size_t at : {std::size_t{0}, (bytes - part) / 2, bytes - part}) {
+    hash = XXH3_64bits_withSeed(data + at, part, hash);
+  }
+  return hash;
+}
+
+std::string line_of(const std::string& role, const NamedTensor& one) {
+  return fmt::format("{} {} {} {} strides {}{}", role, one.name,
+                     c10::toString(one.tensor.scalar_type()), c10::str(one.tensor.sizes()),
+                     c10::str(one.tensor.strides()), one.tensor.requires_grad() ? ", trained" : "");
+}
+
+std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters,
+                                      const std::vector<NamedTensor>& buffers,
+                                      const std::vector<std::string>& sparse,
+                                      const DdpOptions& options) {
+  std::vector<std::string> lines = {fmt::format(
+      "options: bucket_bytes {}, first_bucket_bytes {}, buffers {}, check_every {}, "
+      "hook {}",
+      options.bucket_bytes, options.first_bucket_bytes, static_cast<int>(options.buffers),
+      options.check_every, options.hook ? options.hook->text() : "none")};
+  for (const NamedTensor& one : parameters) lines.push_back(line_of("parameter", one));
+  for (const NamedTensor& one : buffers) lines.push_back(line_of("buffer", one));
+  for (const std::string& name : sparse) lines.push_back("sparse " + name);
+  return lines;
+}
+
+// Whether memory can be copied byte by byte from one to the other.
+bool has_same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_cpu() && b.is_cpu() && a.strides() == b.strides() &&
+         a.is_non_overlapping_and_dense() && !a.is_conj() && !a.is_neg();
+}
+
+}  // namespace
+
+Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options)
+    : world_(world.size() == 1 ? world : world.duplicate()),
+      options_(std::move(options)),
+      model_(std::move(model)),
+      hook_comm_(world_),
+      buckets_(world_.backend()) {
+  const at::NoGradGuard no_grad;
+  const std::vector<NamedTensor> parameters = model_.parameters();
+  if (world_.size() > 1) {
+    check_same_lines(world_, describe_all(parameters, model_.buffers(), sparse, options_),
+                     "Models or options");
+  }
+  if (std::ranges::none_of(parameters,
+                           [](const NamedTensor& one) { return one.tensor.requires_grad(); })) {
+    throw UsageError({.rank = world_.rank(), .operation = "DistributedDataParallel"},
+                     fmt::format("None of the {} parameters requires a gradient: there is nothing "
+                                 "to train.\nWrap the model after its parameters are made and "
+                                 "before they are frozen.",
+                                 parameters.size()));
+  }
+  add_slots(std::move(sparse));
+  if (world_.size() > 1) take_state_from(0);
+  if (is_alone()) return;
+
+  for (std::size_t i = slots_.size(); i-- > 0;) {
+    if (!slots_[i].is_sparse) next_order_.push_back(i);
+  }
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const at::Tensor& parameter = slots_[i].parameter;
+    auto before = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        parameter, std::make_unique<GradientHook>(std::move(before), hook_target_,
+                                                  [i](Reducer& self) { self.on_gradient(i); }));
+  }
+}
+
+// A hook that somebody has put another one over stays, and does nothing any more.
+Reducer::~Reducer() {
+  for (const Slot& slot : slots_) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(slot.parameter);
+    auto* ours = dynamic_cast<GradientHook*>(hook.get());
+    if (ours != nullptr && ours->is_for(hook_target_)) hook = ours->take_before();
+  }
+}
+
+void Reducer::add_slots(std::vector<std::string> sparse) {
+  for (NamedTensor& one : model_.parameters()) {
+    if (!one.tensor.requires_grad()) {
+      frozen_.push_back(std::move(one));
+      continue;
+    }
+    if (!one.tensor.is_leaf() || one.tensor.layout() != at::kStrided) {
+      throw UsageError(
+          {.rank = world_.rank(), .operation = "DistributedDataParallel"},
+          fmt::format("The parameter {} is {}.\nGive the dense tensor that the "
+                      "optimizer updates.",
+                      one.name,
+                      one.tensor.is_leaf() ? "not dense" : "the result of a computation"));
+    }
+    Slot slot;
+    slot.is_sparse = std::erase(sparse, one.name) != 0;
+    slot.name = std::move(one.name);
+    slot.parameter = std::move(one.tensor);
+    slot.shape = {slot.parameter.numel(), slot.parameter.scalar_type(), slot.parameter.device()};
+    slots_.push_back(std::move(slot));
+  }
+  if (!sparse.empty()) {
+    throw UsageError({.rank = world_.rank(), .operation = "DistributedDataParallel"},
+                     fmt::format("DdpOptions::sparse names {}, and there is no such parameter.\n"
+                                 "Use the names of named_parameters().",
+                                 sparse.front()));
+  }
+}
+
+void Reducer::on_gradient(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (phase_ != Phase::kIdle && task_.expired()) abandon();
+  if (phase_ == Phase::kIdle) begin_backward(true);
+  Slot& slot = slots_[index];
+  if (slot.parameter.is_cpu() && thread_ != std::this_thread::get_id()) {
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps, .operation = "backward"},
+                     "Two threads run backward() of one wrapped model at the same time.\n"
+                     "Run one at a time.");
+  }
+  if (!slot.parameter.grad().defined()) return;  // reached, but with no gradient
+  if (phase_ == Phase::kLocal) {
+    if (!slot.is_sparse && !move_in(slot)) {
+      throw UsageError({.rank = world_.rank(), .operation = "backward"},
+                       std::exchange(problem_, {}));
+    }
+    return;
+  }
+  if (!slot.is_sparse) {
+    Bucket& bucket = buckets_.all()[slot.bucket];
+    if (bucket.is_posted) {  // .grad is a tensor of its own: post() took the other away
+      slot.is_late = true;
+      return;
+    }
+    move_in(slot);
+    if (!slot.has_fired) --bucket.num_pending;
+  }
+  if (!slot.has_fired && !has_learnt_order_) ready_order_.push_back(index);
+  slot.has_fired = true;
+  post_ready(false);
+  poll();
+}
+
+// The first gradient of a backward. Inside autograd's engine, what is left to do happens when it
+// has run the whole graph, before backward() returns.
+void Reducer::begin_backward(bool is_in_engine) {
+  const auto task = std::make_shared<int>(0);
+  if (is_in_engine) {
+    torch::autograd::Engine::get_default_engine().queue_callback([this, task] { end_backward(); });
+  }
+  task_ = task;
+  thread_ = std::this_thread::get_id();
+  ++num_backwards_;
+  backward_began_ = Clock::now();
+  const std::string change = find_change();
+  const bool is_local = *no_sync_depth_ > 0 || num_local_ + 1 < accumulate_;
+  if (is_local && !change.empty()) {
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps, .operation = "backward"},
+                     change);
+  }
+  start_step();
+  if (is_local) {
+    phase_ = Phase::kLocal;
+    return;
+  }
+  phase_ = Phase::kSynchronised;
+  if (!change.empty()) note_problem(change);
+}
+
+// Everything is as if nothing of this step had happened, and in the layout agreed last.
+void Reducer::start_step() {
+  if (!next_order_.empty() || buckets_.all().empty()) {
+    std::vector<SlotShape> shapes;
+    for (const Slot& slot : slots_) shapes.push_back(slot.shape);
+    const auto plans =
+        plan_buckets(shapes, next_order_, {options_.bucket_bytes, options_.first_bucket_bytes});
+    buckets_.lay_out(plans, slots_, num_control(), options_.hook != nullptr);
+    next_order_.clear();
+    ++epoch_;
+    stats_.buckets = static_cast<int>(plans.size());
+    stats_.bytes = 0;
+    for (const Bucket& bucket : buckets_.all()) {
+      stats_.bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
+    }
+  }
+  num_posted_ = 0;
+  num_completed_ = 0;
+  problem_.clear();
+  control_work_.reset();
+  first_posted_.reset();
+  bytes_sent_ = hook_comm_.bytes_sent();
+  for (Slot& slot : slots_) {
+    slot.has_fired = false;
+    slot.is_late = false;
+    slot.is_present = false;
+  }
+  for (Bucket& bucket : buckets_.all()) {
+    bucket.num_pending = bucket.plan.slots.size();
+    bucket.is_posted = false;
+    bucket.work.reset();
+    bucket.complete = nullptr;
+  }
+}
+
+// What the program has changed since wrapping that would lead ranks apart; empty if nothing.
+std::string Reducer::find_change() {
+  for (const Slot& slot : slots_) {
+    const at::Tensor& parameter = slot.parameter;
+    if (!parameter.requires_grad()) {
+      return fmt::format(
+          "The parameter {} requires no gradient any more: it was frozen after "
+          "wrapping.\nFreeze first, then wrap again.",
+          slot.name);
+    }
+    if (parameter.scalar_type() != slot.shape.type || parameter.device() != slot.shape.device ||
+        parameter.numel() != slot.shape.num_elements) {
+      return fmt::format(
+          "The parameter {} has other data than when it was wrapped: it was moved, "
+          "cast or replaced.\nMove and cast the model first, then wrap it.",
+          slot.name);
+    }
+    if (num_local_ > 0 && fingerprint_of(parameter) != slot.fingerprint) {
+      return fmt::format(
+          "The parameter {} was changed while its gradient was not averaged yet: "
+          "an optimizer stepped after a backward under no_sync() or "
+          "accumulate().\nStep only after a synchronised backward.",
+          slot.name);
+    }
+  }
+  for (const NamedTensor& one : frozen_) {
+    if (one.tensor.requires_grad()) {
+      return fmt::format(
+          "The parameter {} requires a gradient now: it was unfrozen after "
+          "wrapping.\nUnfreeze first, then wrap again.",
+          one.name);
+    }
+  }
+  return {};
+}
+
+void Reducer::note_problem(const std::string& problem) {
+  if (problem_.empty()) problem_ = problem;
+}
+
+// Makes .grad a view of the bucket, in one pass at most. False if it is of a kind that cannot be.
+bool Reducer::move_in(Slot& slot) {
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (grad.is_same(slot.view)) return true;
+  if (grad.layout() != at::kStrided) {
+    note_problem(
+        fmt::format("The gradient of {} is sparse.\nName the parameter in "
+                    "DdpOptions::sparse, on all ranks.",
+                    slot.name));
+    return false;
+  }
+  if (grad.requires_grad() && !has_warned_of_graph_) {
+    has_warned_of_graph_ = true;
+    Log(world_.rank())
+        .warning(
+            "backward(create_graph): the averaged gradients have no graph; for gradients of "
+            "gradients "
+            "use torch::autograd::grad");
+  }
+  if (grad.data_ptr() != slot.view.data_ptr() || grad.strides() != slot.view.strides()) {
+    if (has_same_layout(grad, slot.view)) {
+      if (grad.numel() != 0)
+        std::memcpy(slot.view.data_ptr(), grad.const_data_ptr(), grad.nbytes());
+    } else {
+      slot.view.copy_(grad);
+    }
+  }
+  grad = slot.view;
+  return true;
+}
+
+// In plan order. The last bucket waits for the end of backward: it carries what is known only then.
+void Reducer::post_ready(bool is_end) {
+  auto& buckets = buckets_.all();
+  while (num_posted_ < buckets.size()) {
+    Bucket& bucket = buckets[num_posted_];
+    const bool is_last = num_posted_ + 1 == buckets.size();
+    if (!is_end && (bucket.num_pending > 0 || is_last)) return;
+    post(bucket);
+    ++num_posted_;
+  }
+}
+
+void Reducer::post(Bucket& bucket) {
+  const std::size_t index = num_posted_;
+  for (const std::size_t one : bucket.plan.slots) {
+    Slot& slot = slots_[one];
+    at::Tensor& grad = slot.parameter.mutable_grad();
+    slot.is_present = problem_.empty() && grad.defined() && move_in(slot);
+    if (!slot.is_present) slot.view.zero_();
+    grad = at::Tensor();  // until the mean is there; what autograd adds meanwhile goes elsewhere
+  }
+  if (weight_ != 1) bucket.flat.mul_(weight_);
+  bucket.is_posted = true;
+  if (!first_posted_) first_posted_ = Clock::now();
+  try {
+    if (options_.hook) {
+      GradBucket view{.index = static_cast<int>(index), .epoch = epoch_, .flat = bucket.flat};
+      for (const std::size_t one : bucket.plan.slots) {
+        view.gradients.push_back(slots_[one].view);
+        view.names.push_back(slots_[one].name);
+      }
+      bucket.complete = options_.hook->start(std::move(view), hook_comm_);
+      return;
+    }
+    if (index + 1 == buckets_.all().size()) write_control();
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::AVG;
+    std::vector<at::Tensor> tensors = {bucket.wire};
+    bucket.work = world_.backend()->allreduce(tensors, options);
+  } catch (...) {
+    explain(std::current_exception(), text_of(bucket));
+  }
+}
+
+// Lets the engine do what has become possible. Buckets complete in the order posted.
+void Reducer::poll() {
+  auto& buckets = buckets_.all();
+  while (num_completed_ < num_posted_) {
+    const auto& work = buckets[num_completed_].work;
+    if (!work || !work->isCompleted()) return;
+    ++num_completed_;
+  }
+}
+
+void Reducer::end_backward() {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (phase_ == Phase::kLocal) {
+    phase_ = Phase::kIdle;
+    ++num_local_;
+    for (Slot& slot : slots_) slot.fingerprint = fingerprint_of(slot.parameter);
+    return;
+  }
+  finish();
+}
+
+// The last backward ended by an exception, so its step was never finished. The other ranks may wait
+// for it, or have failed as well: give them the buckets they expect, and the reason.
+void Reducer::abandon() {
+  if (phase_ == Phase::kLocal) {
+    phase_ = Phase::kIdle;
+    return;
+  }
+  note_problem("Its backward() was ended by an exception in the middle.\nSee what that rank said.");
+  for (Slot& slot : slots_) {  // gradients of the new backward must survive
+    at::Tensor& grad = slot.parameter.mutable_grad();
+    if (!slot.is_sparse && grad.defined() && grad.is_alias_of(slot.view)) grad = grad.clone();
+  }
+  std::vector<at::Tensor> kept;
+  for (Slot& slot : slots_) kept.push_back(std::exchange(slot.parameter.mutable_grad(), {}));
+  const auto give_back = [&] {
+    for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].parameter.mutable_grad() = kept[i];
+  };
+  try {
+    finish();
+  } catch (const UsageError&) {  // the problem itself, which this rank knows
+    give_back();
+  } catch (...) {
+    give_back();
+    throw;
+  }
+}
+
+void Reducer::backward(const at::Tensor& loss) {
+  const std::int64_t before = num_backwards_;
+  if (loss.requires_grad()) loss.backward();
+  if (is_alone() || num_backwards_ != before) return;
+  // No parameter was reached: this rank has nothing to give, but the others count on it.
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (phase_ != Phase::kIdle) abandon();
+  begin_backward(false);
+  end_backward();
+}
+
+void Reducer::accumulate(int k) {
+  if (k < 1) {
+    throw UsageError({.rank = world_.rank(), .operation = "accumulate"},
+                     fmt::format("accumulate({}) was asked for.\nGive 1 or more.", k));
+  }
+  const std::lock_guard lock(mutex_);
+  accumulate_ = k;
+}
+
+void Reducer::set_weight(double samples) {
+  if (!(samples >= 0) || std::isinf(samples)) {
+    throw UsageError(
+        {.rank = world_.rank(), .operation = "set_weight"},
+        fmt::format("set_weight({}) was asked for.\nGive the number of samples.", samples));
+  }
+  const std::lock_guard lock(mutex_);
+  weight_ = samples;
+}
+
+void Reducer::join(const std::function<void()>& step) {
+  if (world_.size() == 1) return;
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (phase_ != Phase::kIdle) abandon();
+  needs_state_ = !step;
+  // Gradients that were added up locally are not lost: the first round takes them along.
+  is_joined_ = num_local_ == 0;
+  do {
+    if (is_joined_) {
+      for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+      weight_ = 0;
+    }
+    start_step();
+    phase_ = Phase::kSynchronised;
+    thread_ = std::this_thread::get_id();
+    backward_began_ = Clock::now();
+    finish();
+    if (num_active_ > 0 && step) {
+      const at::AutoGradMode grad_mode(true);
+      step();
+    }
+    is_joined_ = true;
+  } while (num_active_ > 0);
+  is_joined_ = false;
+  needs_state_ = false;
+  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+}
+
+void Reducer::check_replicas() {
+  if (world_.size() == 1) return;
+  const std::lock_guard lock(mutex_);
+  check_same_tensors(world_, state(), stats_.steps);
+}
+
+DdpStats Reducer::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+}  // namespace lockstep

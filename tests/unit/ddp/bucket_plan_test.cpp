@@ -1,0 +1,72 @@
+// Which gradients travel together.
+
+#include "ddp/bucket_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+
+namespace lockstep {
+namespace {
+
+using Order = std::vector<std::size_t>;
+
+std::vector<Order> slots_of(const std::vector<BucketPlan>& plans) {
+  std::vector<Order> all;
+  for (const BucketPlan& plan : plans) all.push_back(plan.slots);
+  return all;
+}
+
+TEST(BucketPlan, ClosesABucketOnceItHoldsTheLimit) {
+  const std::vector<SlotShape> shapes = {{16}, {16}, {16}, {1000}, {16}, {16}};
+  // 64 bytes each: the first bucket is full with one, the others with two; none is cut.
+  EXPECT_EQ(slots_of(plan_buckets(shapes, {5, 4, 3, 2, 1, 0}, {128, 64})),
+            (std::vector<Order>{{5}, {4, 3}, {2, 1}, {0}}));
+  EXPECT_EQ(slots_of(plan_buckets(shapes, {0, 1, 2, 3, 4, 5}, {1 << 20, 1 << 20})),
+            (std::vector<Order>{{0, 1, 2, 3, 4, 5}}));
+  EXPECT_TRUE(plan_buckets(shapes, {}, {128, 64}).empty());
+}
+
+TEST(BucketPlan, KeepsTypesAndDevicesApartInTheOrderOfCompletion) {
+  const std::vector<SlotShape> shapes = {{16, at::kFloat},
+                                         {16, at::kDouble},
+                                         {16, at::kFloat},
+                                         {16, at::kFloat, at::Device("cuda:1")}};
+  // The f32 bucket is complete with slot 2, after the f64 one.
+  EXPECT_EQ(slots_of(plan_buckets(shapes, {0, 1, 2, 3}, {1 << 20, 1 << 20})),
+            (std::vector<Order>{{1}, {0, 2}, {3}}));
+}
+
+TEST(BucketPlan, EverySlotHasAPlaceOfItsOwnOnACacheLine) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<SlotShape> shapes(1 + random() % 40);
+    for (SlotShape& shape : shapes) {
+      shape.num_elements = random() % 3 == 0 ? 0 : random() % 500;
+      shape.type = random() % 2 == 0 ? at::kFloat : at::kBFloat16;
+    }
+    Order order(shapes.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    std::vector<int> times_seen(shapes.size(), 0);
+    for (const BucketPlan& plan :
+         plan_buckets(shapes, order, {1 + random() % 3000, random() % 500})) {
+      std::int64_t end = 0;
+      for (std::size_t i = 0; i < plan.slots.size(); ++i) {
+        const SlotShape& shape = shapes[plan.slots[i]];
+        EXPECT_EQ(shape.type, shapes[plan.slots[0]].type);
+        EXPECT_EQ(plan.offsets[i] * static_cast<std::int64_t>(c10::elementSize(shape.type)) % 64,
+                  0);
+        EXPECT_GE(plan.offsets[i], end);
+        end = plan.offsets[i] + shape.num_elements;
+        ++times_seen[plan.slots[i]];
+      }
+      EXPECT_GE(plan.num_elements, end);
+    }
+    for (const int times : times_seen) EXPECT_EQ(times, 1);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
