@@ -1,7 +1,6 @@
 #include "ddp/bucket.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/strides.h>
 
 #include <tuple>
 
@@ -11,14 +10,10 @@ namespace {
 // Complex gradients travel as pairs of real numbers: not every engine knows complex ones.
 std::int64_t reals_per_element(at::ScalarType type) { return at::isComplexType(type) ? 2 : 1; }
 
-// The gradient's place: in the parameter's strides if these fill the memory, else row by row. Not a
-// view in autograd's eyes: optimizers call detach_() on gradients, which views refuse.
-at::Tensor place_in(const at::Tensor& flat, std::int64_t offset, const at::Tensor& parameter) {
-  const c10::DimVector strides = parameter.is_non_overlapping_and_dense()
-                                     ? c10::DimVector(parameter.strides())
-                                     : c10::contiguous_strides(parameter.sizes());
+// Not a view in autograd's eyes: optimizers call detach_() on gradients, which views refuse.
+at::Tensor place_in(const at::Tensor& flat, std::int64_t offset, const Slot& slot) {
   return at::empty({0}, flat.options())
-      .set_(flat.storage(), flat.storage_offset() + offset, parameter.sizes(), strides);
+      .set_(flat.storage(), flat.storage_offset() + offset, slot.sizes, slot.strides);
 }
 
 }  // namespace
@@ -53,8 +48,8 @@ void Buckets::lay_out(const std::vector<BucketPlan>& plans, std::vector<Slot>& s
   buckets_.clear();
 
   const auto key_of = [&](const BucketPlan& plan) {
-    const at::Tensor& parameter = slots[plan.slots.front()].parameter;
-    return Key(parameter.scalar_type(), parameter.device());
+    const SlotShape& shape = slots[plan.slots.front()].shape;
+    return Key(shape.type, shape.device);
   };
   std::map<Key, std::int64_t, LessKey> needed;
   for (const BucketPlan& plan : plans) {
@@ -86,7 +81,7 @@ void Buckets::lay_out(const std::vector<BucketPlan>& plans, std::vector<Slot>& s
     for (std::size_t i = 0; i < plan.slots.size(); ++i) {
       Slot& slot = slots[plan.slots[i]];
       slot.bucket = buckets_.size();
-      slot.view = place_in(bucket.flat, plan.offsets[i], slot.parameter);
+      slot.view = place_in(bucket.flat, plan.offsets[i], slot);
     }
     buckets_.push_back(std::move(bucket));
   }

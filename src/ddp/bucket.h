@@ -22,7 +22,11 @@ struct Slot {
   std::string name;
   at::Tensor parameter;
   bool is_sparse = false;
-  SlotShape shape;  // when it was wrapped
+
+  // As it was when it was wrapped.
+  SlotShape shape;
+  std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> strides;  // if these leave no gaps, else row by row
 
   at::Tensor view;  // the gradient's place in its bucket, in the parameter's sizes and strides
   std::size_t bucket = 0;

@@ -115,7 +115,7 @@ void Reducer::finish() {
   scale_by_weights();
   if (control_[kLate] > 0) add_late();
   hand_out_gradients();
-  if (options_.buffers != BufferSync::kOff) sync_buffers();
+  if (has_buffers_ && options_.buffers != BufferSync::kOff) sync_buffers();
   ++stats_.steps;
   write_stats(began, all_done);
   if (!has_learnt_order_) learn_order();

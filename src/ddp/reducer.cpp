@@ -3,6 +3,7 @@
 #include "ddp/reducer.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 #include <fmt/format.h>
 #include <lockstep/error.h>
 #include <torch/csrc/autograd/engine.h>
@@ -84,8 +85,9 @@ std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters
 
 // Whether memory can be copied byte by byte from one to the other.
 bool has_same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_cpu() && b.is_cpu() && a.strides() == b.strides() &&
-         a.is_non_overlapping_and_dense() && !a.is_conj() && !a.is_neg();
+  return a.is_cpu() && b.is_cpu() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides() && a.is_non_overlapping_and_dense() && !a.is_conj() &&
+         !a.is_neg();
 }
 
 }  // namespace
@@ -111,6 +113,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
                                  parameters.size()));
   }
   add_slots(std::move(sparse));
+  has_buffers_ = !model_.buffers().empty();
   if (world_.size() > 1) take_state_from(0);
   if (is_alone()) return;
 
@@ -154,6 +157,11 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
     slot.name = std::move(one.name);
     slot.parameter = std::move(one.tensor);
     slot.shape = {slot.parameter.numel(), slot.parameter.scalar_type(), slot.parameter.device()};
+    slot.sizes = slot.parameter.sizes().vec();
+    const c10::DimVector by_row = c10::contiguous_strides(slot.parameter.sizes());
+    slot.strides = slot.parameter.is_non_overlapping_and_dense()
+                       ? slot.parameter.strides().vec()
+                       : std::vector<std::int64_t>(by_row.begin(), by_row.end());
     slots_.push_back(std::move(slot));
   }
   if (!sparse.empty()) {
@@ -175,7 +183,8 @@ void Reducer::on_gradient(std::size_t index) {
                      "Two threads run backward() of one wrapped model at the same time.\n"
                      "Run one at a time.");
   }
-  if (!slot.parameter.grad().defined()) return;  // reached, but with no gradient
+  // Reached, but with no gradient; or nothing of this rank counts in this step.
+  if (!slot.parameter.grad().defined() || !problem_.empty()) return;
   if (phase_ == Phase::kLocal) {
     if (!slot.is_sparse && !move_in(slot)) {
       throw UsageError({.rank = world_.rank(), .operation = "backward"},
@@ -270,7 +279,7 @@ std::string Reducer::find_change() {
           slot.name);
     }
     if (parameter.scalar_type() != slot.shape.type || parameter.device() != slot.shape.device ||
-        parameter.numel() != slot.shape.num_elements) {
+        parameter.sizes() != at::IntArrayRef(slot.sizes)) {
       return fmt::format(
           "The parameter {} has other data than when it was wrapped: it was moved, "
           "cast or replaced.\nMove and cast the model first, then wrap it.",

@@ -100,6 +100,7 @@ class Reducer {
   ModelView model_;
   HookComm hook_comm_;
   std::vector<NamedTensor> frozen_;  // parameters that required no gradient
+  bool has_buffers_ = false;         // walking a module takes longer than a small step may
   std::shared_ptr<int> no_sync_depth_ = std::make_shared<int>(0);
   // What the parameters' hooks call; they stay with the parameters, this goes with the reducer.
   std::shared_ptr<Reducer*> hook_target_ = std::make_shared<Reducer*>(this);

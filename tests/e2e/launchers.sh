@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The same binary alone and under the launchers that people already use.
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
-program=$build/examples/by_hand
+program=$build/examples/small_model
 
 export TMPDIR=$work
 expect "1 rank, replicas equal: yes" "$program"

@@ -1,7 +1,7 @@
-// Data-parallel training by hand: every rank trains on its own part of the data, and gradients
-// are averaged over all ranks after each backward, so that every replica takes the same step.
+// Data-parallel training of a small model: every rank trains on its own part of the data, backward()
+// averages gradients over all ranks, and every replica takes the same step.
 //
-//   mpirun -n 2 build/release/examples/by_hand        (or torchrun --no-python, or alone)
+//   mpirun -n 2 build/release/examples/small_model        (or torchrun --no-python, or alone)
 //
 // Expected: the loss falls from about 1.1 to below 0.1, and "replicas equal: yes".
 
@@ -14,14 +14,14 @@ int main() try {
   const auto world = lockstep::World::join();
   torch::set_num_threads(1);
 
-  // The same start on every rank ...
   torch::manual_seed(1);
   auto model =
       torch::nn::Sequential(torch::nn::Linear(16, 64), torch::nn::Tanh(), torch::nn::Linear(64, 1));
   const auto truth = torch::randn({16, 1});
+  lockstep::DistributedDataParallel ddp(model, world);
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
 
-  // ... and different data.
+  // Different data on each rank.
   torch::manual_seed(100 + world.rank());
   const auto inputs = torch::randn({512, 16});
   const auto targets = torch::sin(inputs.matmul(truth) / 2);
@@ -30,9 +30,6 @@ int main() try {
     optimizer.zero_grad();
     const auto loss = torch::mse_loss(model->forward(inputs), targets);
     loss.backward();
-    for (auto& parameter : model->parameters()) {
-      world.all_reduce(parameter.grad(), lockstep::ReduceOp::AVG);
-    }
     optimizer.step();
     if (step % 50 == 0) {
       const auto mean = world.all_reduce(loss.detach(), lockstep::ReduceOp::AVG).item<double>();
