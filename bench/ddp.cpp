@@ -206,7 +206,7 @@ class Bench {
     if (python_torch_.empty()) {
       fmt::print(out,
                  "# Without Python's peers: {} has no torch. Set LOCKSTEP_PYTHON to one that "
-                 "can.\n",
+                 "has it.\n",
                  python_);
     }
     if (!no_gloo_.empty()) fmt::print(out, "# Without c10d::Reducer: {}.\n", no_gloo_);

@@ -48,6 +48,7 @@ class LOCKSTEP_API HookComm {
   std::int64_t bytes_sent_ = 0;
 };
 
+// A hook may keep state from step to step: give each wrapped model one of its own.
 class LOCKSTEP_API CommHook {
  public:
   virtual ~CommHook() = default;

@@ -16,12 +16,14 @@
 #include <iostream>
 #include <limits>
 
+#include "multiprocess/checks.h"
 #include "support/run_ranks.h"
 
 namespace lockstep {
 namespace {
 
 using test::all_passed;
+using test::Check;
 using test::run_ranks;
 using Hook = std::shared_ptr<CommHook>;
 
@@ -70,8 +72,8 @@ std::int64_t bytes_of(const Hook& hook, const GradBucket& bucket, HookComm& comm
 }
 
 at::Tensor mean_over_ranks(const World& world, const at::Tensor& tensor) {
-  const at::Tensor all = world.all_gather(tensor);
-  return all.to(tensor.is_complex() ? at::kComplexDouble : at::kDouble).mean(0);
+  if (!tensor.is_complex()) return world.all_gather(tensor).to(at::kDouble).mean(0);
+  return at::view_as_complex(mean_over_ranks(world, at::view_as_real(tensor)));
 }
 
 bool has_same_bits(const World& world, const at::Tensor& tensor) {
@@ -84,181 +86,167 @@ double relative_error(const at::Tensor& value, const at::Tensor& truth) {
   return ((value.to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
 }
 
-class CommHooks : public testing::TestWithParam<int> {
- protected:
-  // Runs `body` on GetParam() ranks.
-  template <typename Body>
-  void on_ranks(const Body& body, const test::RankOptions& options = {}) {
-    const auto with_world = [&](int) {
-      const World world = World::join();
-      HookComm comm(world);
-      body(world, comm);
-    };
-    EXPECT_TRUE(all_passed(run_ranks(GetParam(), with_world, options)));
-  }
-};
-INSTANTIATE_TEST_SUITE_P(Sizes, CommHooks, testing::Values(1, 2, 3));
-
-TEST_P(CommHooks, TheirCollectivesCountBytesAndRefuseGaps) {
-  on_ranks([](const World& world, HookComm& comm) {
-    EXPECT_EQ(comm.rank(), world.rank());
-    const at::Tensor sum = at::full({5}, comm.rank() + 1.0);
-    comm.all_reduce(sum)->wait();
-    EXPECT_TRUE(at::equal(sum, at::full({5}, comm.size() * (comm.size() + 1) / 2.0)));
-    EXPECT_EQ(comm.bytes_sent(), 20);
-    at::Tensor rows;
-    comm.all_gather(at::full({2, 3}, comm.rank(), at::kLong), rows)->wait();
-    EXPECT_EQ(comm.bytes_sent(), 20 + 48);
-    EXPECT_TRUE(
-        at::equal(rows, at::arange(comm.size(), at::kLong).view({-1, 1}).expand({comm.size(), 6})));
-    EXPECT_THROW(comm.all_reduce(at::zeros({3, 4}).t()), UsageError);
-    EXPECT_THROW(comm.all_reduce(at::Tensor()), UsageError);
-    EXPECT_THROW(comm.all_gather(at::zeros({8}).slice(0, 0, 8, 2), rows), UsageError);
-    EXPECT_EQ(comm.bytes_sent(), 20 + 48) << "what was refused was not sent";
-  });
+// A check that speaks through a hook's collectives.
+template <typename Body>
+std::function<void(const World&)> with_comm(const Body& body) {
+  return [body](const World& world) {
+    HookComm comm(world);
+    body(world, comm);
+  };
 }
+
+const Check TheirCollectivesCountBytesAndRefuseGaps(
+    "TheirCollectivesCountBytesAndRefuseGaps", with_comm([](const World& world, HookComm& comm) {
+      EXPECT_EQ(comm.rank(), world.rank());
+      const at::Tensor sum = at::full({5}, comm.rank() + 1.0);
+      comm.all_reduce(sum)->wait();
+      EXPECT_TRUE(at::equal(sum, at::full({5}, comm.size() * (comm.size() + 1) / 2.0)));
+      EXPECT_EQ(comm.bytes_sent(), 20);
+      at::Tensor rows;
+      comm.all_gather(at::full({2, 3}, comm.rank(), at::kLong), rows)->wait();
+      EXPECT_EQ(comm.bytes_sent(), 20 + 48);
+      EXPECT_TRUE(at::equal(
+          rows, at::arange(comm.size(), at::kLong).view({-1, 1}).expand({comm.size(), 6})));
+      EXPECT_THROW(comm.all_reduce(at::zeros({3, 4}).t()), UsageError);
+      EXPECT_THROW(comm.all_reduce(at::Tensor()), UsageError);
+      EXPECT_THROW(comm.all_gather(at::zeros({8}).slice(0, 0, 8, 2), rows), UsageError);
+      EXPECT_EQ(comm.bytes_sent(), 20 + 48) << "what was refused was not sent";
+    }));
 
 // The bound: each rank's element is rounded once, and so is their sum.
-TEST_P(CommHooks, SixteenBitsRoundEachElementTwice) {
-  on_ranks([](const World& world, HookComm& comm) {
-    struct Case {
-      Hook hook;
-      double rounding;  // half a unit in the last place, relative
-      double smallest;  // and absolute, where numbers have no leading one
-    };
-    for (const Case& one : {Case{bf16_hook(), 0x1p-8, 0}, Case{fp16_hook(), 0x1p-11, 0x1p-25}}) {
-      for (const auto type : {at::kFloat, at::kDouble}) {
-        const GradBucket bucket =
-            make_bucket(world, {at::empty({33, 7}), at::empty({5}), at::empty({0})}, type);
-        fill_random(bucket, 10 * (world.rank() + 1));
-        const at::Tensor all = world.all_gather(bucket.flat).to(at::kDouble);
-        EXPECT_EQ(bytes_of(one.hook, bucket, comm), bucket.flat.numel() * 2);
-        const at::Tensor bound =
-            all.abs().mean(0) * (2.01 * one.rounding) + (comm.size() + 1) * one.smallest;
-        const at::Tensor error = (bucket.flat.to(at::kDouble) - all.mean(0)).abs();
-        EXPECT_TRUE((error <= bound).all().item<bool>())
-            << one.hook->text() << " is off by " << error.max();
-        EXPECT_GT(error.max().item<double>(), one.rounding / 100) << "nothing was rounded";
-        EXPECT_TRUE(has_same_bits(world, bucket.flat));
-        EXPECT_EQ(bucket.flat.scalar_type(), type);
+const Check SixteenBitsRoundEachElementTwice(
+    "SixteenBitsRoundEachElementTwice", with_comm([](const World& world, HookComm& comm) {
+      struct Case {
+        Hook hook;
+        double rounding;  // half a unit in the last place, relative
+        double smallest;  // and absolute, where numbers have no leading one
+      };
+      for (const Case& one : {Case{bf16_hook(), 0x1p-8, 0}, Case{fp16_hook(), 0x1p-11, 0x1p-25}}) {
+        for (const auto type : {at::kFloat, at::kDouble}) {
+          const GradBucket bucket =
+              make_bucket(world, {at::empty({33, 7}), at::empty({5}), at::empty({0})}, type);
+          fill_random(bucket, 10 * (world.rank() + 1));
+          const at::Tensor all = world.all_gather(bucket.flat).to(at::kDouble);
+          EXPECT_EQ(bytes_of(one.hook, bucket, comm), bucket.flat.numel() * 2);
+          const at::Tensor bound =
+              all.abs().mean(0) * (2.01 * one.rounding) + (comm.size() + 1) * one.smallest;
+          const at::Tensor error = (bucket.flat.to(at::kDouble) - all.mean(0)).abs();
+          EXPECT_TRUE((error <= bound).all().item<bool>())
+              << one.hook->text() << " is off by " << error.max();
+          EXPECT_GT(error.max().item<double>(), one.rounding / 100) << "nothing was rounded";
+          EXPECT_TRUE(has_same_bits(world, bucket.flat));
+          EXPECT_EQ(bucket.flat.scalar_type(), type);
+        }
       }
-    }
-  });
-}
+    }));
 
-TEST_P(CommHooks, SixteenBitsLeaveOtherTypesAsTheyAre) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const Hook& hook : {bf16_hook(), fp16_hook()}) {
-      for (const auto type : {at::kHalf, at::kBFloat16}) {
-        const GradBucket bucket = make_bucket(world, {at::empty({9, 9})}, type);
-        bucket.gradients[0].fill_(2.0 * world.rank());
-        EXPECT_EQ(bytes_of(hook, bucket, comm), bucket.flat.nbytes());
-        EXPECT_EQ(bucket.gradients[0].min().item<double>(), world.size() - 1.0);
-        EXPECT_EQ(bucket.gradients[0].max().item<double>(), world.size() - 1.0);
+const Check SixteenBitsLeaveOtherTypesAsTheyAre(
+    "SixteenBitsLeaveOtherTypesAsTheyAre", with_comm([](const World& world, HookComm& comm) {
+      for (const Hook& hook : {bf16_hook(), fp16_hook()}) {
+        for (const auto type : {at::kHalf, at::kBFloat16}) {
+          const GradBucket bucket = make_bucket(world, {at::empty({9, 9})}, type);
+          bucket.gradients[0].fill_(2.0 * world.rank());
+          EXPECT_EQ(bytes_of(hook, bucket, comm), bucket.flat.nbytes());
+          EXPECT_EQ(bucket.gradients[0].min().item<double>(), world.size() - 1.0);
+          EXPECT_EQ(bucket.gradients[0].max().item<double>(), world.size() - 1.0);
+        }
+        GradBucket complex = make_bucket(world, {at::empty({6})}, at::kComplexFloat);
+        complex.flat.copy_(
+            at::complex(random_tensor({8}, world.rank()), random_tensor({8}, 50 + world.rank())));
+        const at::Tensor mean = mean_over_ranks(world, complex.flat);
+        EXPECT_EQ(bytes_of(hook, complex, comm), complex.flat.nbytes());
+        EXPECT_TRUE(at::allclose(complex.flat.to(at::kComplexDouble), mean, 1e-6, 1e-6));
+        EXPECT_TRUE(has_same_bits(world, complex.flat));
       }
-      GradBucket complex = make_bucket(world, {at::empty({6})}, at::kComplexFloat);
-      complex.flat.copy_(
-          at::complex(random_tensor({8}, world.rank()), random_tensor({8}, 50 + world.rank())));
-      const at::Tensor mean = mean_over_ranks(world, complex.flat);
-      EXPECT_EQ(bytes_of(hook, complex, comm), complex.flat.nbytes());
-      EXPECT_TRUE(at::allclose(complex.flat.to(at::kComplexDouble), mean, 1e-6, 1e-6));
-      EXPECT_TRUE(has_same_bits(world, complex.flat));
-    }
-  });
-}
+    }));
 
-TEST_P(CommHooks, Fp16SumsDoNotOverflow) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const auto type : {at::kFloat, at::kDouble, at::kHalf}) {
-      const GradBucket bucket = make_bucket(world, {at::empty({7})}, type);
-      bucket.gradients[0].fill_(60000);  // two of them are more than fp16 can hold
-      reduce(fp16_hook(), bucket, comm);
-      EXPECT_LT(relative_error(bucket.gradients[0], at::full({7}, 60000.0)), 1e-3);
-    }
-  });
-}
+const Check Fp16SumsDoNotOverflow(
+    "Fp16SumsDoNotOverflow", with_comm([](const World& world, HookComm& comm) {
+      for (const auto type : {at::kFloat, at::kDouble, at::kHalf}) {
+        const GradBucket bucket = make_bucket(world, {at::empty({7})}, type);
+        bucket.gradients[0].fill_(60000);  // two of them are more than fp16 can hold
+        reduce(fp16_hook(), bucket, comm);
+        EXPECT_LT(relative_error(bucket.gradients[0], at::full({7}, 60000.0)), 1e-3);
+      }
+    }));
 
-TEST_P(CommHooks, EmptyBucketsSendNothing) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const Hook& hook : {bf16_hook(), fp16_hook(), power_sgd_hook({.start_step = 0}),
-                             power_sgd_hook(), top_k_hook()}) {
-      EXPECT_EQ(bytes_of(hook, make_bucket(world, {at::empty({0, 3})}), comm), 0) << hook->text();
-    }
-  });
-}
+const Check EmptyBucketsSendNothing(
+    "EmptyBucketsSendNothing", with_comm([](const World& world, HookComm& comm) {
+      for (const Hook& hook : {bf16_hook(), fp16_hook(), power_sgd_hook({.start_step = 0}),
+                               power_sgd_hook(), top_k_hook()}) {
+        EXPECT_EQ(bytes_of(hook, make_bucket(world, {at::empty({0, 3})}), comm), 0) << hook->text();
+      }
+    }));
 
 // Low-rank gradients are recovered exactly, from one step: that is what the factors can hold.
-TEST_P(CommHooks, PowerSgdRecoversWhatItsFactorsCanHold) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
-      const auto channels_last =
-          at::empty({32, 8, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast);
-      const GradBucket bucket =
-          make_bucket(world,
-                      {at::empty({40, 30}), at::empty({7}), channels_last, at::empty({0}),
-                       at::empty({4, 4})},  // too small to be worth it
-                      type);
-      fill_random(bucket, 10 * world.rank());
-      const auto exact = [](at::IntArrayRef sizes, int seed) {
-        return random_tensor(sizes, seed).to(at::kDouble);
+const Check PowerSgdRecoversWhatItsFactorsCanHold(
+    "PowerSgdRecoversWhatItsFactorsCanHold", with_comm([](const World& world, HookComm& comm) {
+      for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+        const auto channels_last =
+            at::empty({32, 8, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast);
+        const GradBucket bucket =
+            make_bucket(world,
+                        {at::empty({40, 30}), at::empty({7}), channels_last, at::empty({0}),
+                         at::empty({4, 4})},  // too small to be worth it
+                        type);
+        fill_random(bucket, 10 * world.rank());
+        const auto exact = [](at::IntArrayRef sizes, int seed) {
+          return random_tensor(sizes, seed).to(at::kDouble);
+        };
+        const at::Tensor own = exact({2, 2}, world.rank());  // ranks differ, within the span
+        bucket.gradients[0].copy_(exact({40, 2}, 1).mm(own).mm(exact({2, 30}, 2)));
+        bucket.gradients[2].copy_(
+            exact({32, 2}, 3).mm(own).mm(exact({2, 72}, 4)).view({32, 8, 3, 3}));
+        std::vector<at::Tensor> means;
+        for (const at::Tensor& one : bucket.gradients) means.push_back(mean_over_ranks(world, one));
+        const Hook hook = power_sgd_hook({.rank = 2, .start_step = 0});
+        const std::int64_t factor_bytes = type == at::kDouble ? 8 : 4;
+        const auto type_bytes = static_cast<std::int64_t>(c10::elementSize(type));
+        EXPECT_EQ(bytes_of(hook, bucket, comm),
+                  2 * (40 + 30 + 32 + 72) * factor_bytes + (7 + 16) * type_bytes);
+        const double tolerance = type == at::kDouble ? 1e-13 : type == at::kFloat ? 1e-5 : 1e-2;
+        for (const std::size_t i : {0, 1, 2, 4}) {
+          EXPECT_LT(relative_error(bucket.gradients[i], means[i]), tolerance)
+              << "gradient " << i << " of type " << type;
+        }
+        EXPECT_TRUE(has_same_bits(world, bucket.flat));
+      }
+    }));
+
+const Check PowerSgdStartsWithThePlainMean(
+    "PowerSgdStartsWithThePlainMean", with_comm([](const World& world, HookComm& comm) {
+      const Hook hook = power_sgd_hook({.start_step = 2});
+      const GradBucket first = make_bucket(world, {at::empty({40, 30}), at::empty({7})});
+      GradBucket second = make_bucket(world, {at::empty({20, 20})});
+      second.index = 1;
+      for (int step = 0; step < 4; ++step) {
+        for (const GradBucket& bucket : {first, second}) {
+          fill_random(bucket, 100 * step + 10 * world.rank() + bucket.index);
+          const at::Tensor mean = world.all_reduce(bucket.flat.clone(), ReduceOp::AVG);
+          const std::int64_t bytes = bytes_of(hook, bucket, comm);
+          EXPECT_EQ(at::equal(bucket.flat, mean), step < 2) << "bucket " << bucket.index;
+          EXPECT_EQ(bytes, step < 2            ? bucket.flat.nbytes()
+                           : bucket.index == 0 ? (40 + 30 + 7) * 4
+                                               : (20 + 20) * 4);
+        }
+      }
+    }));
+
+const Check PowerSgdSendsWholeWhatWouldNotShrinkEnough(
+    "PowerSgdSendsWholeWhatWouldNotShrinkEnough", with_comm([](const World& world, HookComm& comm) {
+      const GradBucket bucket = make_bucket(world, {at::empty({30, 20}), at::empty({3})});
+      const auto bytes = [&](int rank, double min_compression) {
+        fill_random(bucket, world.rank());
+        return bytes_of(
+            power_sgd_hook({.rank = rank, .start_step = 0, .min_compression = min_compression}),
+            bucket, comm);
       };
-      const at::Tensor own = exact({2, 2}, world.rank());  // ranks differ, within the span
-      bucket.gradients[0].copy_(exact({40, 2}, 1).mm(own).mm(exact({2, 30}, 2)));
-      bucket.gradients[2].copy_(
-          exact({32, 2}, 3).mm(own).mm(exact({2, 72}, 4)).view({32, 8, 3, 3}));
-      std::vector<at::Tensor> means;
-      for (const at::Tensor& one : bucket.gradients) means.push_back(mean_over_ranks(world, one));
-      const Hook hook = power_sgd_hook({.rank = 2, .start_step = 0});
-      const std::int64_t factor_bytes = type == at::kDouble ? 8 : 4;
-      const auto type_bytes = static_cast<std::int64_t>(c10::elementSize(type));
-      EXPECT_EQ(bytes_of(hook, bucket, comm),
-                2 * (40 + 30 + 32 + 72) * factor_bytes + (7 + 16) * type_bytes);
-      const double tolerance = type == at::kDouble ? 1e-13 : type == at::kFloat ? 1e-5 : 1e-2;
-      for (const std::size_t i : {0, 1, 2, 4}) {
-        EXPECT_LT(relative_error(bucket.gradients[i], means[i]), tolerance)
-            << "gradient " << i << " of type " << type;
-      }
-      EXPECT_TRUE(has_same_bits(world, bucket.flat));
-    }
-  });
-}
-
-TEST_P(CommHooks, PowerSgdStartsWithThePlainMean) {
-  on_ranks([](const World& world, HookComm& comm) {
-    const Hook hook = power_sgd_hook({.start_step = 2});
-    const GradBucket first = make_bucket(world, {at::empty({40, 30}), at::empty({7})});
-    GradBucket second = make_bucket(world, {at::empty({20, 20})});
-    second.index = 1;
-    for (int step = 0; step < 4; ++step) {
-      for (const GradBucket& bucket : {first, second}) {
-        fill_random(bucket, 100 * step + 10 * world.rank() + bucket.index);
-        const at::Tensor mean = world.all_reduce(bucket.flat.clone(), ReduceOp::AVG);
-        const std::int64_t bytes = bytes_of(hook, bucket, comm);
-        EXPECT_EQ(at::equal(bucket.flat, mean), step < 2) << "bucket " << bucket.index;
-        EXPECT_EQ(bytes, step < 2            ? bucket.flat.nbytes()
-                         : bucket.index == 0 ? (40 + 30 + 7) * 4
-                                             : (20 + 20) * 4);
-      }
-    }
-  });
-}
-
-TEST_P(CommHooks, PowerSgdSendsWholeWhatWouldNotShrinkEnough) {
-  on_ranks([](const World& world, HookComm& comm) {
-    const GradBucket bucket = make_bucket(world, {at::empty({30, 20}), at::empty({3})});
-    const auto bytes = [&](int rank, double min_compression) {
-      fill_random(bucket, world.rank());
-      return bytes_of(
-          power_sgd_hook({.rank = rank, .start_step = 0, .min_compression = min_compression}),
-          bucket, comm);
-    };
-    EXPECT_EQ(bytes(1, 11.9), (30 + 20 + 3) * 4);  // 600 numbers become 50: 12 times smaller
-    EXPECT_EQ(bytes(1, 12), bucket.flat.nbytes());
-    EXPECT_EQ(bytes(3, 3.9), (3 * (30 + 20) + 3) * 4);
-    EXPECT_EQ(bytes(3, 4), bucket.flat.nbytes());
-    EXPECT_EQ(bytes(100, 1), bucket.flat.nbytes());
-  });
-}
+      EXPECT_EQ(bytes(1, 11.9), (30 + 20 + 3) * 4);  // 600 numbers become 50: 12 times smaller
+      EXPECT_EQ(bytes(1, 12), bucket.flat.nbytes());
+      EXPECT_EQ(bytes(3, 3.9), (3 * (30 + 20) + 3) * 4);
+      EXPECT_EQ(bytes(3, 4), bucket.flat.nbytes());
+      EXPECT_EQ(bytes(100, 1), bucket.flat.nbytes());
+    }));
 
 // Sum over steps of a constant gradient, relative to the true sum: what is lost for good.
 double loss_over_steps(const World& world, HookComm& comm, const Hook& hook, int num_steps,
@@ -277,173 +265,171 @@ double loss_over_steps(const World& world, HookComm& comm, const Hook& hook, int
   return relative_error(sum / num_steps, mean);
 }
 
-TEST_P(CommHooks, ErrorFeedbackLosesNothing) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
-      for (const bool feeds_back : {true, false}) {
-        const auto loss = [&](int num_steps) {
-          const double power_sgd = loss_over_steps(
-              world, comm,
-              power_sgd_hook({.rank = 2, .start_step = 0, .error_feedback = feeds_back}), num_steps,
-              type);
-          const double top_k = loss_over_steps(
-              world, comm, top_k_hook({.fraction = 0.1, .error_feedback = feeds_back}), num_steps,
-              type);
-          return std::pair(power_sgd, top_k);
-        };
-        const auto [power_sgd_10, top_k_10] = loss(10);
-        const auto [power_sgd_100, top_k_100] = loss(100);
-        if (feeds_back) {  // what is late is bounded, so its share falls like 1 / steps
-          EXPECT_LT(power_sgd_100, 0.15);
-          EXPECT_LT(power_sgd_100, power_sgd_10 / 3);
-          EXPECT_LT(top_k_100, 0.15);
-          EXPECT_LT(top_k_100, top_k_10 / 3);
-        } else {
-          EXPECT_GT(power_sgd_100, 0.5);
-          EXPECT_GT(top_k_100, 0.3);
+const Check ErrorFeedbackLosesNothing(
+    "ErrorFeedbackLosesNothing", with_comm([](const World& world, HookComm& comm) {
+      for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+        for (const bool feeds_back : {true, false}) {
+          const auto loss = [&](int num_steps) {
+            const double power_sgd = loss_over_steps(
+                world, comm,
+                power_sgd_hook({.rank = 2, .start_step = 0, .error_feedback = feeds_back}),
+                num_steps, type);
+            const double top_k = loss_over_steps(
+                world, comm, top_k_hook({.fraction = 0.1, .error_feedback = feeds_back}), num_steps,
+                type);
+            return std::pair(power_sgd, top_k);
+          };
+          const auto [power_sgd_10, top_k_10] = loss(10);
+          const auto [power_sgd_100, top_k_100] = loss(100);
+          if (feeds_back) {  // what is late is bounded, so its share falls like 1 / steps
+            EXPECT_LT(power_sgd_100, 0.15);
+            EXPECT_LT(power_sgd_100, power_sgd_10 / 3);
+            EXPECT_LT(top_k_100, 0.15);
+            EXPECT_LT(top_k_100, top_k_10 / 3);
+          } else {
+            EXPECT_GT(power_sgd_100, 0.5);
+            EXPECT_GT(top_k_100, 0.3);
+          }
         }
       }
-    }
-  });
-}
+    }));
 
 // Factors are f32, the gradient is not: what is written is rounded, in the same way every time. All
 // of it comes in the end, once steps without a gradient of their own have brought what was late.
-TEST_P(CommHooks, ErrorFeedbackLosesNoRoundingEither) {
-  on_ranks([](const World& world, HookComm& comm) {
-    const GradBucket bucket = make_bucket(world, {at::empty({24, 16})}, at::kBFloat16);
-    const Hook hook = power_sgd_hook({.rank = 4, .start_step = 0});
-    const at::Tensor gradient = random_tensor({24, 16}, world.rank()).to(at::kBFloat16);
-    at::Tensor sum = at::zeros({24, 16}, at::kDouble);
-    for (int step = 0; step < 100; ++step) {
-      bucket.gradients[0].copy_(gradient);
-      if (step >= 20) bucket.gradients[0].zero_();
-      reduce(hook, bucket, comm);
-      sum += bucket.gradients[0];
-    }
-    EXPECT_LT(relative_error(sum / 20, mean_over_ranks(world, gradient)), 1e-5);
-  });
-}
+const Check ErrorFeedbackLosesNoRoundingEither(
+    "ErrorFeedbackLosesNoRoundingEither", with_comm([](const World& world, HookComm& comm) {
+      const GradBucket bucket = make_bucket(world, {at::empty({24, 16})}, at::kBFloat16);
+      const Hook hook = power_sgd_hook({.rank = 4, .start_step = 0});
+      const at::Tensor gradient = random_tensor({24, 16}, world.rank()).to(at::kBFloat16);
+      at::Tensor sum = at::zeros({24, 16}, at::kDouble);
+      for (int step = 0; step < 100; ++step) {
+        bucket.gradients[0].copy_(gradient);
+        if (step >= 20) bucket.gradients[0].zero_();
+        reduce(hook, bucket, comm);
+        sum += bucket.gradients[0];
+      }
+      EXPECT_LT(relative_error(sum / 20, mean_over_ranks(world, gradient)), 1e-5);
+    }));
 
 // Without feedback and with a constant gradient, warm starts are subspace iteration: they end at
 // the best approximation there is. Cold starts stay where one iteration brings them.
-TEST_P(CommHooks, PowerSgdWarmStartsImprove) {
-  on_ranks([](const World& world, HookComm& comm) {
-    // Singular values 1, 1/2, 1/4, ...
-    const auto rotation = [](std::int64_t size, int seed) {
-      return std::get<0>(at::linalg_qr(random_tensor({size, size}, seed).to(at::kDouble)));
-    };
-    const at::Tensor u = rotation(30, 1).slice(1, 0, 20);
-    const at::Tensor v = rotation(20, 2);
-    const at::Tensor values = at::pow(0.5, at::arange(20, at::kDouble));
-    const at::Tensor whole = (u * values).mm(v.t());
-    const at::Tensor best = (u * values).slice(1, 0, 2).mm(v.slice(1, 0, 2).t());
-    const auto error_after = [&](int num_steps, bool is_warm) {
-      const Hook hook = power_sgd_hook(
-          {.rank = 2, .start_step = 0, .warm_start = is_warm, .error_feedback = false});
-      const GradBucket bucket = make_bucket(world, {at::empty({30, 20})}, at::kDouble);
-      for (int step = 0; step < num_steps; ++step) {
-        bucket.gradients[0].copy_(whole * (world.rank() + 1));
-        reduce(hook, bucket, comm);
-      }
-      return relative_error(bucket.gradients[0], best * (world.size() + 1) / 2.0);
-    };
-    EXPECT_GT(error_after(1, true), 0.03);
-    EXPECT_LT(error_after(15, true), 1e-6);
-    EXPECT_GT(error_after(15, false), 0.03);
-  });
-}
+const Check PowerSgdWarmStartsImprove(
+    "PowerSgdWarmStartsImprove", with_comm([](const World& world, HookComm& comm) {
+      // Singular values 1, 1/2, 1/4, ...
+      const auto rotation = [](std::int64_t size, int seed) {
+        return std::get<0>(at::linalg_qr(random_tensor({size, size}, seed).to(at::kDouble)));
+      };
+      const at::Tensor u = rotation(30, 1).slice(1, 0, 20);
+      const at::Tensor v = rotation(20, 2);
+      const at::Tensor values = at::pow(0.5, at::arange(20, at::kDouble));
+      const at::Tensor whole = (u * values).mm(v.t());
+      const at::Tensor best = (u * values).slice(1, 0, 2).mm(v.slice(1, 0, 2).t());
+      const auto error_after = [&](int num_steps, bool is_warm) {
+        const Hook hook = power_sgd_hook(
+            {.rank = 2, .start_step = 0, .warm_start = is_warm, .error_feedback = false});
+        const GradBucket bucket = make_bucket(world, {at::empty({30, 20})}, at::kDouble);
+        for (int step = 0; step < num_steps; ++step) {
+          bucket.gradients[0].copy_(whole * (world.rank() + 1));
+          reduce(hook, bucket, comm);
+        }
+        return relative_error(bucket.gradients[0], best * (world.size() + 1) / 2.0);
+      };
+      EXPECT_GT(error_after(1, true), 0.03);
+      EXPECT_LT(error_after(15, true), 1e-6);
+      EXPECT_GT(error_after(15, false), 0.03);
+    }));
 
-TEST_P(CommHooks, StateIsOfOneBucketAndEndsWithTheEpoch) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const Hook& hook : {power_sgd_hook({.start_step = 0}), top_k_hook({.fraction = 0.1})}) {
-      GradBucket bucket = make_bucket(world, {at::empty({20, 20})});
-      const auto leave_something = [&](int index, int epoch) {
-        bucket.index = index;
-        bucket.epoch = epoch;
-        fill_random(bucket, world.rank());
-        reduce(hook, bucket, comm);
-      };
-      const auto is_left = [&](GradBucket other, int index, int epoch) {
-        other.index = index;
-        other.epoch = epoch;
-        other.flat.zero_();
-        reduce(hook, other, comm);
-        return other.flat.abs().max().item<double>() > 0;
-      };
-      leave_something(0, 0);
-      EXPECT_TRUE(is_left(bucket, 0, 0)) << hook->text();
-      EXPECT_FALSE(is_left(bucket, 1, 0)) << hook->text();
-      leave_something(0, 0);
-      EXPECT_FALSE(is_left(bucket, 0, 1)) << hook->text();
-      leave_something(2, 1);
-      EXPECT_FALSE(is_left(bucket, 0, 2)) << hook->text();
-      EXPECT_FALSE(is_left(bucket, 2, 2)) << hook->text();
-      leave_something(0, 2);
-      EXPECT_FALSE(is_left(make_bucket(world, {at::empty({40, 20})}), 0, 2)) << hook->text();
-      leave_something(0, 2);
-      EXPECT_FALSE(is_left(make_bucket(world, {at::empty({20, 20})}, at::kDouble), 0, 2))
-          << hook->text();
-    }
-  });
-}
+const Check StateIsOfOneBucketAndEndsWithTheEpoch(
+    "StateIsOfOneBucketAndEndsWithTheEpoch", with_comm([](const World& world, HookComm& comm) {
+      for (const Hook& hook : {power_sgd_hook({.start_step = 0}), top_k_hook({.fraction = 0.1})}) {
+        GradBucket bucket = make_bucket(world, {at::empty({20, 20})});
+        const auto leave_something = [&](int index, int epoch) {
+          bucket.index = index;
+          bucket.epoch = epoch;
+          fill_random(bucket, world.rank());
+          reduce(hook, bucket, comm);
+        };
+        const auto is_left = [&](GradBucket other, int index, int epoch) {
+          other.index = index;
+          other.epoch = epoch;
+          other.flat.zero_();
+          reduce(hook, other, comm);
+          return other.flat.abs().max().item<double>() > 0;
+        };
+        leave_something(0, 0);
+        EXPECT_TRUE(is_left(bucket, 0, 0)) << hook->text();
+        EXPECT_FALSE(is_left(bucket, 1, 0)) << hook->text();
+        leave_something(0, 0);
+        EXPECT_FALSE(is_left(bucket, 0, 1)) << hook->text();
+        leave_something(2, 1);
+        EXPECT_FALSE(is_left(bucket, 0, 2)) << hook->text();
+        EXPECT_FALSE(is_left(bucket, 2, 2)) << hook->text();
+        leave_something(0, 2);
+        EXPECT_FALSE(is_left(make_bucket(world, {at::empty({40, 20})}), 0, 2)) << hook->text();
+        leave_something(0, 2);
+        EXPECT_FALSE(is_left(make_bucket(world, {at::empty({20, 20})}, at::kDouble), 0, 2))
+            << hook->text();
+      }
+    }));
 
 // A right factor of zeros would make zeros of all gradients to come.
-TEST_P(CommHooks, PowerSgdLearnsAfterAGradientOfZero) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const bool feeds_back : {true, false}) {
-      const Hook hook = power_sgd_hook({.rank = 2, .start_step = 0, .error_feedback = feeds_back});
-      const GradBucket bucket = make_bucket(world, {at::empty({30, 20})});
-      reduce(hook, bucket, comm);
-      EXPECT_EQ(bucket.flat.abs().max().item<double>(), 0);
-      // Rank 1, so that one of the two vectors adds nothing and is replaced.
-      const at::Tensor gradient = random_tensor({30, 1}, 1).mm(random_tensor({1, 20}, 2));
-      for (int step = 0; step < 3; ++step) {
-        bucket.gradients[0].copy_(gradient);
+const Check PowerSgdLearnsAfterAGradientOfZero(
+    "PowerSgdLearnsAfterAGradientOfZero", with_comm([](const World& world, HookComm& comm) {
+      for (const bool feeds_back : {true, false}) {
+        const Hook hook =
+            power_sgd_hook({.rank = 2, .start_step = 0, .error_feedback = feeds_back});
+        const GradBucket bucket = make_bucket(world, {at::empty({30, 20})});
         reduce(hook, bucket, comm);
-        EXPECT_TRUE(has_same_bits(world, bucket.flat));
+        EXPECT_EQ(bucket.flat.abs().max().item<double>(), 0);
+        // Rank 1, so that one of the two vectors adds nothing and is replaced.
+        const at::Tensor gradient = random_tensor({30, 1}, 1).mm(random_tensor({1, 20}, 2));
+        for (int step = 0; step < 3; ++step) {
+          bucket.gradients[0].copy_(gradient);
+          reduce(hook, bucket, comm);
+          EXPECT_TRUE(has_same_bits(world, bucket.flat));
+        }
+        EXPECT_LT(relative_error(bucket.gradients[0], gradient), feeds_back ? 0.1 : 1e-5);
       }
-      EXPECT_LT(relative_error(bucket.gradients[0], gradient), feeds_back ? 0.1 : 1e-5);
-    }
-  });
-}
+    }));
 
-TEST_P(CommHooks, AStepThatIsNotFiniteShowsOnAllRanksAndLeavesNoTrace) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const double bad : {kInf, std::nan("")}) {
-      for (const auto& make : {+[] { return power_sgd_hook({.start_step = 0}); },
-                               +[] { return top_k_hook({.fraction = 0.1}); }}) {
-        const GradBucket bucket = make_bucket(world, {at::empty({20, 20}), at::empty({3})});
-        const auto run = [&](bool has_bad_step) {
-          const Hook hook = make();
-          for (int step = 0; step < 3; ++step) {
-            if (step == 1 && !has_bad_step) continue;
-            fill_random(bucket, 10 * world.rank() + 100 * step);
-            // On the last rank only, and more of them than top-k sends.
-            if (step == 1 && world.rank() == world.size() - 1) {
-              bucket.gradients[0].slice(0, 0, 5).fill_(bad);
+const Check AStepThatIsNotFiniteShowsOnAllRanksAndLeavesNoTrace(
+    "AStepThatIsNotFiniteShowsOnAllRanksAndLeavesNoTrace",
+    with_comm([](const World& world, HookComm& comm) {
+      for (const double bad : {kInf, std::nan("")}) {
+        for (const auto& make : {+[] { return power_sgd_hook({.start_step = 0}); },
+                                 +[] { return top_k_hook({.fraction = 0.1}); }}) {
+          const GradBucket bucket = make_bucket(world, {at::empty({20, 20}), at::empty({3})});
+          const auto run = [&](bool has_bad_step) {
+            const Hook hook = make();
+            for (int step = 0; step < 3; ++step) {
+              if (step == 1 && !has_bad_step) continue;
+              fill_random(bucket, 10 * world.rank() + 100 * step);
+              // On the last rank only, and more of them than top-k sends.
+              if (step == 1 && world.rank() == world.size() - 1) {
+                bucket.gradients[0].slice(0, 0, 5).fill_(bad);
+              }
+              reduce(hook, bucket, comm);
+              EXPECT_EQ(at::isfinite(bucket.flat).all().item<bool>(), step != 1) << hook->text();
             }
-            reduce(hook, bucket, comm);
-            EXPECT_EQ(at::isfinite(bucket.flat).all().item<bool>(), step != 1) << hook->text();
-          }
-          return bucket.flat.clone();
-        };
-        const at::Tensor with_bad_step = run(true);
-        EXPECT_TRUE(at::equal(with_bad_step, run(false))) << make()->text();
+            return bucket.flat.clone();
+          };
+          const at::Tensor with_bad_step = run(true);
+          EXPECT_TRUE(at::equal(with_bad_step, run(false))) << make()->text();
+        }
       }
-    }
-  });
-}
+    }));
 
 // Hosts differ, and ranks with uneven shares of the cores have uneven numbers of threads. Here rank
 // 0 has one thread and all its processor can do, the others have more threads and less processor.
-TEST_P(CommHooks, HaveTheSameBitsWhateverTheProcessorAndThreads) {
+TEST(CommHooksApart, HaveTheSameBitsWhateverTheProcessorAndThreads) {
   const auto variables = [](int rank) {
     std::map<std::string, std::string> result;
     if (rank > 0) result = {{"ATEN_CPU_CAPABILITY", "default"}, {"MKL_CBWR", "COMPATIBLE"}};
     return result;
   };
-  const auto body = [](const World& world, HookComm& comm) {
+  const auto body = [](int) {
+    const World world = World::join();
+    HookComm comm(world);
     at::set_num_threads(world.rank() + 1);
     for (const Hook& hook : {bf16_hook(), fp16_hook(), power_sgd_hook({.rank = 4, .start_step = 0}),
                              top_k_hook({.fraction = 0.1})}) {
@@ -455,96 +441,128 @@ TEST_P(CommHooks, HaveTheSameBitsWhateverTheProcessorAndThreads) {
       }
     }
   };
-  on_ranks(body, {.rank_variables = variables});
+  EXPECT_TRUE(all_passed(run_ranks(3, body, {.rank_variables = variables})));
 }
 
-TEST_P(CommHooks, PowerSgdIsRepeatableAndHasRandomNumbersOfItsOwn) {
-  on_ranks([](const World& world, HookComm& comm) {
-    const GradBucket bucket = make_bucket(world, {at::empty({20, 20})});
-    const auto run = [&](std::uint64_t seed) {
+const Check PowerSgdIsRepeatableAndHasRandomNumbersOfItsOwn(
+    "PowerSgdIsRepeatableAndHasRandomNumbersOfItsOwn",
+    with_comm([](const World& world, HookComm& comm) {
+      const GradBucket bucket = make_bucket(world, {at::empty({20, 20})});
+      const auto run = [&](std::uint64_t seed) {
+        fill_random(bucket, world.rank());
+        reduce(power_sgd_hook({.start_step = 0, .seed = seed}), bucket, comm);
+        return bucket.flat.clone();
+      };
+      at::manual_seed(5);
+      const at::Tensor first = run(1);
+      const at::Tensor number = at::rand({1});
+      at::manual_seed(5);
+      EXPECT_TRUE(at::equal(at::rand({1}), number)) << "the program's random numbers were used";
+      EXPECT_TRUE(at::equal(run(1), first));
+      EXPECT_FALSE(at::equal(run(2), first));
+    }));
+
+const Check TopKIsTheMeanOfWhatWasSent(
+    "TopKIsTheMeanOfWhatWasSent", with_comm([](const World& world, HookComm& comm) {
+      for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+        const auto channels_last =
+            at::empty({4, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
+        const GradBucket bucket =
+            make_bucket(world, {at::empty({11, 9}), channels_last, at::empty({0})}, type);
+        fill_random(bucket, 10 * world.rank());
+        // In 16 bits many are equally large, and any of them may be sent: make them differ.
+        if (type == at::kBFloat16) {
+          bucket.flat.copy_((at::randperm(bucket.flat.numel(),
+                                          at::make_generator<at::CPUGeneratorImpl>(world.rank())) -
+                             70));
+          bucket.flat.add_(0.5);
+        }
+        const std::int64_t num_elements = bucket.flat.numel();
+        const auto k = static_cast<std::int64_t>(0.15 * static_cast<double>(num_elements));
+        at::Tensor expected = at::zeros({num_elements}, type == at::kDouble ? type : at::kFloat);
+        for (const at::Tensor& one : world.all_gather(bucket.flat).unbind()) {
+          const at::Tensor order = one.to(expected.scalar_type()).abs().argsort(0, true);
+          const at::Tensor places = order.slice(0, 0, k);
+          expected.index_add_(0, places, one.index_select(0, places).to(expected.scalar_type()));
+        }
+        expected = expected.div(world.size()).to(type);
+        EXPECT_EQ(bytes_of(top_k_hook({.fraction = 0.15}), bucket, comm),
+                  k * (4 + static_cast<std::int64_t>(c10::elementSize(type))));
+        EXPECT_TRUE(at::equal(bucket.flat, expected)) << type;
+        EXPECT_TRUE(has_same_bits(world, bucket.flat));
+      }
+    }));
+
+// In large buckets a sample tells where to look; here also where it misleads, since what is large
+// is hidden from it, or makes up all of it.
+const Check TopKFindsTheLargestAmongMany(
+    "TopKFindsTheLargestAmongMany", with_comm([](const World& world, HookComm& comm) {
+      const GradBucket bucket = make_bucket(world, {at::empty({300, 700})});
+      // No two are equally large: of those, any might be sent.
+      const at::Tensor random =
+          random_tensor({210000}, world.rank()).argsort().to(at::kFloat).add_(1);
+      const at::Tensor is_sampled = at::arange(210000).remainder(61) == 0;
+      for (const at::Tensor& gradient :
+           {random, -random, at::where(is_sampled, 0, random),
+            at::where(is_sampled, random + 210000, random), at::zeros({210000})}) {
+        for (const double fraction : {0.001, 0.01, 0.3}) {
+          const auto k = static_cast<std::int64_t>(fraction * 210000);
+          const at::Tensor places = gradient.abs().argsort(0, true).slice(0, 0, k);
+          const at::Tensor sent =
+              at::zeros({210000}).index_copy(0, places, gradient.index_select(0, places));
+          bucket.flat.copy_(gradient);
+          EXPECT_EQ(bytes_of(top_k_hook({.fraction = fraction}), bucket, comm), k * 8);
+          const at::Tensor expected = mean_over_ranks(world, sent);
+          EXPECT_TRUE(at::allclose(bucket.flat.to(at::kDouble), expected, 1e-6));
+        }
+      }
+      bucket.flat.copy_(random);
+      if (world.rank() == 0) bucket.flat[5] = std::nan("");
+      reduce(top_k_hook(), bucket, comm);
+      EXPECT_TRUE(bucket.flat[5].isnan().item<bool>()) << "not finite is the largest of all";
+    }));
+
+const Check TopKSendsAtLeastOneAndAtMostAll(
+    "TopKSendsAtLeastOneAndAtMostAll", with_comm([](const World& world, HookComm& comm) {
+      const GradBucket bucket = make_bucket(world, {at::empty({100})});
       fill_random(bucket, world.rank());
-      reduce(power_sgd_hook({.start_step = 0, .seed = seed}), bucket, comm);
-      return bucket.flat.clone();
-    };
-    at::manual_seed(5);
-    const at::Tensor first = run(1);
-    const at::Tensor number = at::rand({1});
-    at::manual_seed(5);
-    EXPECT_TRUE(at::equal(at::rand({1}), number)) << "the program's random numbers were used";
-    EXPECT_TRUE(at::equal(run(1), first));
-    EXPECT_FALSE(at::equal(run(2), first));
-  });
-}
+      const at::Tensor mean = mean_over_ranks(world, bucket.flat);
+      EXPECT_EQ(bytes_of(top_k_hook({.fraction = 1}), bucket, comm), bucket.flat.numel() * 8);
+      EXPECT_LT(relative_error(bucket.flat, mean), 1e-6);
+      fill_random(bucket, world.rank());
+      EXPECT_EQ(bytes_of(top_k_hook({.fraction = 1e-9}), bucket, comm), 8);
+      EXPECT_LE(bucket.flat.count_nonzero().item<std::int64_t>(), world.size());
+      EXPECT_GE(bucket.flat.count_nonzero().item<std::int64_t>(), 1);
 
-TEST_P(CommHooks, TopKIsTheMeanOfWhatWasSent) {
-  on_ranks([](const World& world, HookComm& comm) {
-    for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
-      const auto channels_last = at::empty({4, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
-      const GradBucket bucket =
-          make_bucket(world, {at::empty({11, 9}), channels_last, at::empty({0})}, type);
-      fill_random(bucket, 10 * world.rank());
-      // In 16 bits many are equally large, and any of them may be sent: make them differ.
-      if (type == at::kBFloat16) {
-        bucket.flat.copy_((at::randperm(bucket.flat.numel(),
-                                        at::make_generator<at::CPUGeneratorImpl>(world.rank())) -
-                           70));
-        bucket.flat.add_(0.5);
-      }
-      const std::int64_t num_elements = bucket.flat.numel();
-      const auto k = static_cast<std::int64_t>(0.15 * static_cast<double>(num_elements));
-      at::Tensor expected = at::zeros({num_elements}, type == at::kDouble ? type : at::kFloat);
-      for (const at::Tensor& one : world.all_gather(bucket.flat).unbind()) {
-        const at::Tensor order = one.to(expected.scalar_type()).abs().argsort(0, true);
-        const at::Tensor places = order.slice(0, 0, k);
-        expected.index_add_(0, places, one.index_select(0, places).to(expected.scalar_type()));
-      }
-      expected = expected.div(world.size()).to(type);
-      EXPECT_EQ(bytes_of(top_k_hook({.fraction = 0.15}), bucket, comm),
-                k * (4 + static_cast<std::int64_t>(c10::elementSize(type))));
-      EXPECT_TRUE(at::equal(bucket.flat, expected)) << type;
-      EXPECT_TRUE(has_same_bits(world, bucket.flat));
-    }
-  });
-}
+      const GradBucket complex = make_bucket(world, {at::empty({8})}, at::kComplexFloat);
+      complex.flat.fill_(c10::complex<double>(1, 2 + world.rank()));
+      EXPECT_EQ(bytes_of(top_k_hook({.fraction = 0.5}), complex, comm), 8 * 8);
+      EXPECT_TRUE(at::allclose(
+          complex.flat, at::full({8}, c10::complex<float>(0, 2 + (world.size() - 1) / 2.0f))));
+    }));
 
-TEST_P(CommHooks, TopKSendsAtLeastOneAndAtMostAll) {
-  on_ranks([](const World& world, HookComm& comm) {
-    const GradBucket bucket = make_bucket(world, {at::empty({100})});
-    fill_random(bucket, world.rank());
-    const at::Tensor mean = mean_over_ranks(world, bucket.flat);
-    EXPECT_EQ(bytes_of(top_k_hook({.fraction = 1}), bucket, comm), bucket.flat.numel() * 8);
-    EXPECT_LT(relative_error(bucket.flat, mean), 1e-6);
-    fill_random(bucket, world.rank());
-    EXPECT_EQ(bytes_of(top_k_hook({.fraction = 1e-9}), bucket, comm), 8);
-    EXPECT_LE(bucket.flat.count_nonzero().item<std::int64_t>(), world.size());
-    EXPECT_GE(bucket.flat.count_nonzero().item<std::int64_t>(), 1);
+const Check TopKSendsLaterWhatItDidNotSend(
+    "TopKSendsLaterWhatItDidNotSend", with_comm([](const World&, HookComm& comm) {
+      const auto step = [&](const Hook& hook, at::ArrayRef<float> gradient) {
+        GradBucket bucket{.flat = at::tensor(gradient)};
+        reduce(hook, bucket, comm);
+        return bucket.flat;
+      };
+      const Hook hook = top_k_hook({.fraction = 0.34});  // one of three
+      EXPECT_TRUE(at::equal(step(hook, {1, -4, 3}), at::tensor({0.f, -4.f, 0.f})));
+      EXPECT_TRUE(at::equal(step(hook, {1, -4, 3}), at::tensor({0.f, 0.f, 6.f})));
+      EXPECT_TRUE(at::equal(step(hook, {0, 0, 0}), at::tensor({0.f, -4.f, 0.f})));
+      EXPECT_TRUE(at::equal(step(hook, {0, 0, 0}), at::tensor({2.f, 0.f, 0.f})));
+      EXPECT_TRUE(at::equal(step(hook, {0, 0, 0}), at::tensor({0.f, 0.f, 0.f})));
+      const Hook forgetful = top_k_hook({.fraction = 0.34, .error_feedback = false});
+      EXPECT_TRUE(at::equal(step(forgetful, {1, -4, 3}), at::tensor({0.f, -4.f, 0.f})));
+      EXPECT_TRUE(at::equal(step(forgetful, {0, 0, 1}), at::tensor({0.f, 0.f, 1.f})));
+    }));
 
-    const GradBucket complex = make_bucket(world, {at::empty({8})}, at::kComplexFloat);
-    complex.flat.fill_(c10::complex<double>(1, 2 + world.rank()));
-    EXPECT_EQ(bytes_of(top_k_hook({.fraction = 0.5}), complex, comm), 8 * 8);
-    EXPECT_TRUE(at::allclose(complex.flat,
-                             at::full({8}, c10::complex<float>(0, 2 + (world.size() - 1) / 2.0f))));
-  });
-}
+class CommHooks : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, CommHooks, testing::Values(1, 2, 3));
 
-TEST_P(CommHooks, TopKSendsLaterWhatItDidNotSend) {
-  on_ranks([](const World&, HookComm& comm) {
-    const auto step = [&](const Hook& hook, at::ArrayRef<float> gradient) {
-      GradBucket bucket{.flat = at::tensor(gradient)};
-      reduce(hook, bucket, comm);
-      return bucket.flat;
-    };
-    const Hook hook = top_k_hook({.fraction = 0.34});  // one of three
-    EXPECT_TRUE(at::equal(step(hook, {1, -4, 3}), at::tensor({0.f, -4.f, 0.f})));
-    EXPECT_TRUE(at::equal(step(hook, {1, -4, 3}), at::tensor({0.f, 0.f, 6.f})));
-    EXPECT_TRUE(at::equal(step(hook, {0, 0, 0}), at::tensor({0.f, -4.f, 0.f})));
-    EXPECT_TRUE(at::equal(step(hook, {0, 0, 0}), at::tensor({2.f, 0.f, 0.f})));
-    EXPECT_TRUE(at::equal(step(hook, {0, 0, 0}), at::tensor({0.f, 0.f, 0.f})));
-    const Hook forgetful = top_k_hook({.fraction = 0.34, .error_feedback = false});
-    EXPECT_TRUE(at::equal(step(forgetful, {1, -4, 3}), at::tensor({0.f, -4.f, 0.f})));
-    EXPECT_TRUE(at::equal(step(forgetful, {0, 0, 1}), at::tensor({0.f, 0.f, 1.f})));
-  });
-}
+TEST_P(CommHooks, GiveTheMeanTheyPromise) { test::run_checks(GetParam()); }
 
 TEST(CommHookOptions, AreCheckedAndToldApart) {
   EXPECT_THROW(power_sgd_hook({.rank = 0}), UsageError);

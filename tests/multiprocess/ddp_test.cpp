@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 
+#include "multiprocess/checks.h"
 #include "multiprocess/ddp_model.h"
 #include "support/run_ranks.h"
 
@@ -21,20 +22,6 @@ void step_by(Net& model, double rate = 0.1) {
     if (parameter.grad().defined()) parameter.sub_(parameter.grad(), rate);
   }
 }
-
-// What must hold on every engine with any number of ranks.
-struct Check {
-  Check(const char* its_name, std::function<void(const World&)> its_body)
-      : name(its_name), body(std::move(its_body)) {
-    all().push_back(this);
-  }
-  static std::vector<const Check*>& all() {
-    static std::vector<const Check*> checks;
-    return checks;
-  }
-  const char* name;
-  std::function<void(const World&)> body;
-};
 
 const Check GradientsAreTheMeanAndReplicasStayEqual(
     "GradientsAreTheMeanAndReplicasStayEqual", [](const World& world) {
@@ -597,21 +584,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, Ddp,
                            return std::string(one.param.first) + std::to_string(one.param.second);
                          });
 
-TEST_P(Ddp, KeepsTheContract) {
-  const auto [engine, size] = GetParam();
-  EXPECT_TRUE(all_passed(run_ranks(size, [&, its_engine = engine](int) {
-    const World world = World::join({.engine = its_engine});
-    for (const Check* check : Check::all()) {
-      SCOPED_TRACE(check->name);
-      try {
-        check->body(world);
-      } catch (const std::exception& error) {
-        FAIL() << error.what();
-      }
-      ASSERT_FALSE(testing::Test::HasFailure());
-    }
-  })));
-}
+TEST_P(Ddp, KeepsTheContract) { run_checks(GetParam().second, {.engine = GetParam().first}); }
 
 }  // namespace
 }  // namespace lockstep
