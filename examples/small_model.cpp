@@ -1,5 +1,5 @@
-// Data-parallel training of a small model: every rank trains on its own part of the data, backward()
-// averages gradients over all ranks, and every replica takes the same step.
+// Data-parallel training of a small model: every rank trains on its own part of the data,
+// backward() averages gradients over all ranks, and every replica takes the same step.
 //
 //   mpirun -n 2 build/release/examples/small_model        (or torchrun --no-python, or alone)
 //
