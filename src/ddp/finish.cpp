@@ -46,7 +46,16 @@ void move_packed(const std::vector<at::Tensor>& tensors,
   };
   std::vector<at::Tensor> left;
   for (const at::Tensor& one : tensors) {
-    if (one.numel() != 0) left.push_back(one.detach());
+    if (one.nbytes() <= kPackBytes || !one.is_non_overlapping_and_dense()) {
+      if (one.numel() != 0) left.push_back(one.detach());
+      continue;
+    }
+    // A large one where it is; strides are the same on all ranks, so the order of memory is, too.
+    const at::Tensor memory = one.data().as_strided({one.numel()}, {1});
+    const auto step = static_cast<std::int64_t>(kPackBytes / one.element_size());
+    for (std::int64_t at = 0; at < one.numel(); at += step) {
+      move(memory.narrow(0, at, std::min(step, one.numel() - at)));
+    }
   }
   while (!left.empty()) {
     const at::Tensor first = left.front();

@@ -53,6 +53,10 @@ const Check ReplicasBeginWithRank0sState("ReplicasBeginWithRank0sState", [](cons
   const DistributedDataParallel ddp(model, world);
   EXPECT_TRUE(at::equal(model->first->weight, Net()->first->weight));
   EXPECT_TRUE(at::equal(model->last->bias, Net()->last->bias));
+  // Larger than what is packed, in strides of its own.
+  const at::Tensor large = torch::full({3000, 2000}, world.rank() + 1.0F).t().requires_grad_();
+  const DistributedDataParallel of_large({{"large", large}}, world);
+  EXPECT_TRUE(at::equal(large, torch::ones({2000, 3000})));
 });
 
 // Unused everywhere, unused on some ranks, and branches that change sides.
