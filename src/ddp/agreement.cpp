@@ -5,10 +5,9 @@
 #include <fmt/ranges.h>
 #include <lockstep/ddp.h>
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 #include <algorithm>
+
+#include "base/hash.h"
 
 namespace lockstep {
 namespace {
@@ -20,7 +19,7 @@ std::uint64_t hash_of(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) bytes = bytes.to_dense();
   if (!bytes.is_non_overlapping_and_dense()) bytes = bytes.contiguous();
   bytes = bytes.cpu();
-  return XXH3_64bits(bytes.const_data_ptr(), bytes.nbytes());
+  return hash_bytes(bytes.const_data_ptr(), bytes.nbytes());
 }
 
 bool is_same_everywhere(const World& world, std::uint64_t value) {
@@ -51,7 +50,7 @@ void check_same_lines(const World& world, const std::vector<std::string>& lines,
                       const std::string& what) {
   const std::string mine = fmt::format("{}", fmt::join(lines, "\n"));
   // All ranks answer alike: if one's hash differs from another's, nobody sees all equal.
-  if (is_same_everywhere(world, XXH3_64bits(mine.data(), mine.size()))) return;
+  if (is_same_everywhere(world, hash_bytes(mine.data(), mine.size()))) return;
   std::vector<std::vector<std::string>> all;
   for (const std::string& text : exchange_texts(world, mine)) {
     auto& of_rank = all.emplace_back();
@@ -84,7 +83,7 @@ void check_same_tensors(const World& world, const std::vector<NamedTensor>& tens
   for (const NamedTensor& one : tensors) {
     hashes.push_back(static_cast<std::int64_t>(hash_of(one.tensor)));
   }
-  if (is_same_everywhere(world, XXH3_64bits(hashes.data(), hashes.size() * sizeof hashes[0]))) {
+  if (is_same_everywhere(world, hash_bytes(hashes.data(), hashes.size() * sizeof hashes[0]))) {
     return;
   }
   const at::Tensor all = world.all_gather(at::tensor(hashes, at::TensorOptions(at::kLong)));

@@ -6,72 +6,20 @@
 #include <lockstep/error.h>
 
 #include <algorithm>
-#include <numeric>
-#include <unordered_set>
 
 #include "ddp/agreement.h"
+#include "ddp/packed.h"
 #include "ddp/reducer.h"
 #include "world/translate.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kPackBytes = 16 << 20;
 constexpr double kMaxMs = 60000;  // a time that fits every type of number
 
 double ms_between(std::chrono::steady_clock::time_point from,
                   std::chrono::steady_clock::time_point to) {
   return std::chrono::duration<double, std::milli>(to - from).count();
-}
-
-// Applies `move` to the tensors, packed by type and device into pieces of bounded size, and writes
-// the result back without a trace in autograd: graphs that hold the tensors stay valid.
-void move_packed(const std::vector<at::Tensor>& tensors,
-                 const std::function<void(const at::Tensor&)>& move) {
-  std::vector<at::Tensor> pack;
-  std::size_t bytes = 0;
-  const auto flush = [&] {
-    if (pack.empty()) return;
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& one : pack) flat.push_back(one.reshape(-1));
-    const at::Tensor packed = at::cat(flat);
-    move(packed);
-    std::int64_t at = 0;
-    for (const at::Tensor& one : pack) {
-      one.data().copy_(packed.narrow(0, at, one.numel()).view(one.sizes()));
-      at += one.numel();
-    }
-    pack.clear();
-    bytes = 0;
-  };
-  std::vector<at::Tensor> left;
-  for (const at::Tensor& one : tensors) {
-    if (one.nbytes() <= kPackBytes || !one.is_non_overlapping_and_dense()) {
-      if (one.numel() != 0) left.push_back(one.detach());
-      continue;
-    }
-    // A large one where it is; strides are the same on all ranks, so the order of memory is, too.
-    const at::Tensor memory = one.data().as_strided({one.numel()}, {1});
-    const auto step = static_cast<std::int64_t>(kPackBytes / one.element_size());
-    for (std::int64_t at = 0; at < one.numel(); at += step) {
-      move(memory.narrow(0, at, std::min(step, one.numel() - at)));
-    }
-  }
-  while (!left.empty()) {
-    const at::Tensor first = left.front();
-    std::vector<at::Tensor> others;
-    for (const at::Tensor& one : left) {
-      if (one.scalar_type() != first.scalar_type() || one.device() != first.device()) {
-        others.push_back(one);
-        continue;
-      }
-      if (bytes + one.nbytes() > kPackBytes) flush();
-      pack.push_back(one);
-      bytes += one.nbytes();
-    }
-    flush();
-    left = std::move(others);
-  }
 }
 
 }  // namespace
@@ -83,26 +31,14 @@ void Reducer::finish() {
   const bool is_check_due =
       options_.check_every > 0 && (stats_.steps + 1) % options_.check_every == 0;
   if (problem_.empty() && !is_joined_ && (!is_complete || is_check_due)) {
-    // A parameter that was replaced or added shows only in the model itself.
-    std::unordered_set<const c10::TensorImpl*> known;
-    for (const Slot& slot : slots_) known.insert(slot.parameter.unsafeGetTensorImpl());
-    for (const NamedTensor& one : frozen_) known.insert(one.tensor.unsafeGetTensorImpl());
-    for (const NamedTensor& one : model_.parameters()) {
-      if (known.contains(one.tensor.unsafeGetTensorImpl()) || !one.tensor.requires_grad()) continue;
-      note_problem(
-          fmt::format("The parameter {} was added to the model, or replaced there, after "
-                      "wrapping.\nBuild the whole model first, then wrap it.",
-                      one.name));
-    }
+    const std::string addition = find_addition();
+    if (!addition.empty()) note_problem(addition);
   }
   post_ready(true);
   try {
     if (buckets_.all().empty() || options_.hook) {
       write_control();
-      std::vector<at::Tensor> tensors = {buckets_.control()};
-      c10d::AllreduceOptions options;
-      options.reduceOp = c10d::ReduceOp::AVG;
-      control_work_ = world_.backend()->allreduce(tensors, options);
+      control_work_ = start_mean(buckets_.control());
     }
     wait_for_all();
     if (control_work_) control_work_->wait();
@@ -226,8 +162,6 @@ void Reducer::scale_by_weights() {
 // Gradients that came after their bucket was posted (a backward within backward, used twice) make a
 // second round, on all ranks.
 void Reducer::add_late() {
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::AVG;
   for (Bucket& bucket : buckets_.all()) {
     const at::Tensor more = at::zeros_like(bucket.flat);
     for (std::size_t i = 0; i < bucket.plan.slots.size(); ++i) {
@@ -238,9 +172,8 @@ void Reducer::add_late() {
           .copy_(slot.parameter.grad());
     }
     if (weight_ != 1) more.mul_(weight_);
-    std::vector<at::Tensor> tensors = {more.is_complex() ? at::view_as_real(more) : more};
     try {
-      world_.backend()->allreduce(tensors, options)->wait();
+      start_mean(more.is_complex() ? at::view_as_real(more) : more)->wait();
     } catch (...) {
       explain(std::current_exception(), text_of(bucket));
     }

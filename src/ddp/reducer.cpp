@@ -3,64 +3,23 @@
 #include "ddp/reducer.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/strides.h>
 #include <fmt/format.h>
 #include <lockstep/error.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
-
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
-#include <unordered_set>
 
 #include "base/log.h"
 #include "ddp/agreement.h"
+#include "ddp/gradient_hook.h"
 
 namespace lockstep {
 namespace {
-
-// Runs after a gradient has been added to a parameter's .grad. It belongs to the tensor, not to
-// autograd's node, which is made anew when the tensor is moved or cast: such a change must be seen.
-// A tensor has one such hook, so each runs the one that was there before it.
-class GradientHook : public torch::autograd::PostAccumulateGradHook {
- public:
-  GradientHook(std::unique_ptr<PostAccumulateGradHook> before, std::weak_ptr<Reducer*> target,
-               std::function<void(Reducer&)> call)
-      : before_(std::move(before)), target_(std::move(target)), call_(std::move(call)) {}
-
-  void operator()(const at::Tensor& tensor) override {
-    if (before_) (*before_)(tensor);
-    if (const auto target = target_.lock()) call_(**target);
-  }
-
-  bool is_for(const std::shared_ptr<Reducer*>& target) const { return target_.lock() == target; }
-  std::unique_ptr<PostAccumulateGradHook> take_before() { return std::move(before_); }
-
- private:
-  std::unique_ptr<PostAccumulateGradHook> before_;
-  std::weak_ptr<Reducer*> target_;
-  std::function<void(Reducer&)> call_;
-};
-
-// Changes when an optimizer has stepped. Version counters do not: LibTorch's SGD writes to .data().
-std::uint64_t fingerprint_of(const at::Tensor& tensor) {
-  if (!tensor.is_cpu() || tensor.numel() == 0) return tensor._version();
-  const std::size_t bytes =
-      tensor.is_non_overlapping_and_dense() ? tensor.nbytes() : tensor.element_size();
-  const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  const std::size_t part = std::min<std::size_t>(bytes, 64);
-  std::uint64_t hash = tensor._version();
-  for (const std::size_t at : {std::size_t{0}, (bytes - part) / 2, bytes - part}) {
-    hash = XXH3_64bits_withSeed(data + at, part, hash);
-  }
-  return hash;
-}
 
 std::string line_of(const std::string& role, const NamedTensor& one) {
   return fmt::format("{} {} {} {} strides {}{}", role, one.name,
@@ -268,42 +227,6 @@ void Reducer::start_step() {
   }
 }
 
-// What the program has changed since wrapping that would lead ranks apart; empty if nothing.
-std::string Reducer::find_change() {
-  for (const Slot& slot : slots_) {
-    const at::Tensor& parameter = slot.parameter;
-    if (!parameter.requires_grad()) {
-      return fmt::format(
-          "The parameter {} requires no gradient any more: it was frozen after "
-          "wrapping.\nFreeze first, then wrap again.",
-          slot.name);
-    }
-    if (parameter.scalar_type() != slot.shape.type || parameter.device() != slot.shape.device ||
-        parameter.sizes() != at::IntArrayRef(slot.sizes)) {
-      return fmt::format(
-          "The parameter {} has other data than when it was wrapped: it was moved, "
-          "cast or replaced.\nMove and cast the model first, then wrap it.",
-          slot.name);
-    }
-    if (num_local_ > 0 && fingerprint_of(parameter) != slot.fingerprint) {
-      return fmt::format(
-          "The parameter {} was changed while its gradient was not averaged yet: "
-          "an optimizer stepped after a backward under no_sync() or "
-          "accumulate().\nStep only after a synchronised backward.",
-          slot.name);
-    }
-  }
-  for (const NamedTensor& one : frozen_) {
-    if (one.tensor.requires_grad()) {
-      return fmt::format(
-          "The parameter {} requires a gradient now: it was unfrozen after "
-          "wrapping.\nUnfreeze first, then wrap again.",
-          one.name);
-    }
-  }
-  return {};
-}
-
 void Reducer::note_problem(const std::string& problem) {
   if (problem_.empty()) problem_ = problem;
 }
@@ -374,13 +297,17 @@ void Reducer::post(Bucket& bucket) {
       return;
     }
     if (index + 1 == buckets_.all().size()) write_control();
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::AVG;
-    std::vector<at::Tensor> tensors = {bucket.wire};
-    bucket.work = world_.backend()->allreduce(tensors, options);
+    bucket.work = start_mean(bucket.wire);
   } catch (...) {
     explain(std::current_exception(), text_of(bucket));
   }
+}
+
+c10::intrusive_ptr<c10d::Work> Reducer::start_mean(const at::Tensor& tensor) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::AVG;
+  std::vector<at::Tensor> tensors = {tensor};
+  return world_.backend()->allreduce(tensors, options);
 }
 
 // Lets the engine do what has become possible. Buckets complete in the order posted.
@@ -413,12 +340,12 @@ void Reducer::abandon() {
     return;
   }
   note_problem("Its backward() was ended by an exception in the middle.\nSee what that rank said.");
-  for (Slot& slot : slots_) {  // gradients of the new backward must survive
-    at::Tensor& grad = slot.parameter.mutable_grad();
-    if (!slot.is_sparse && grad.defined() && grad.is_alias_of(slot.view)) grad = grad.clone();
+  std::vector<at::Tensor> kept;  // gradients of the new backward must survive
+  for (Slot& slot : slots_) {
+    at::Tensor grad = std::exchange(slot.parameter.mutable_grad(), {});
+    const bool is_in_bucket = !slot.is_sparse && grad.defined() && grad.is_alias_of(slot.view);
+    kept.push_back(is_in_bucket ? grad.clone() : grad);
   }
-  std::vector<at::Tensor> kept;
-  for (Slot& slot : slots_) kept.push_back(std::exchange(slot.parameter.mutable_grad(), {}));
   const auto give_back = [&] {
     for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].parameter.mutable_grad() = kept[i];
   };
@@ -468,6 +395,8 @@ void Reducer::join(const std::function<void()>& step) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   if (phase_ != Phase::kIdle) abandon();
+  // Whatever happens, this rank takes part again in what comes after.
+  const auto leave = c10::make_scope_exit([this] { is_joined_ = needs_state_ = false; });
   needs_state_ = !step;
   // Gradients that were added up locally are not lost: the first round takes them along.
   is_joined_ = num_local_ == 0;
@@ -487,8 +416,6 @@ void Reducer::join(const std::function<void()>& step) {
     }
     is_joined_ = true;
   } while (num_active_ > 0);
-  is_joined_ = false;
-  needs_state_ = false;
   for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
 }
 

@@ -72,8 +72,13 @@ class Reducer {
   void post_ready(bool is_end);
   void post(Bucket& bucket);
   void poll();
-  std::string find_change();
+  c10::intrusive_ptr<c10d::Work> start_mean(const at::Tensor& tensor);
   void note_problem(const std::string& problem);
+
+  // changes.cpp: whether the model is still the one that was wrapped.
+  static std::uint64_t fingerprint_of(const at::Tensor& tensor);
+  std::string find_change();
+  std::string find_addition();
 
   // finish.cpp: when it has ended.
   void finish();
