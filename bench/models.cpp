@@ -112,13 +112,24 @@ struct Gpt : Model {
   nn::Linear head{nullptr};
 };
 
+struct Many : Model {
+  Many() {
+    for (int i = 0; i < 1000; ++i) {
+      rows.push_back(register_parameter(fmt::format("row{}", i), torch::randn({10})));
+    }
+  }
+  at::Tensor forward(const at::Tensor& input) override { return input.matmul(at::stack(rows)); }
+  std::vector<at::Tensor> rows;
+};
+
 std::shared_ptr<Model> make_model(const std::string& name) {
   if (name == "mlp") return std::make_shared<Mlp>();
   if (name == "cnn") return std::make_shared<Cnn>();
   if (name == "gpt") return std::make_shared<Gpt>(GptOptions{6, 6, 384, 65, 256, false});
   if (name == "gpt2") return std::make_shared<Gpt>(GptOptions{12, 12, 768, 50257, 1024, true});
+  if (name == "many") return std::make_shared<Many>();
   throw UsageError({.operation = "bench"}, fmt::format("There is no model '{}'.\n"
-                                                       "Choose of: mlp, cnn, gpt, gpt2.",
+                                                       "Choose of: mlp, cnn, gpt, gpt2, many.",
                                                        name));
 }
 
@@ -133,7 +144,10 @@ Workload make_workload(const std::string& name, int rank) {
   Workload workload;
   workload.model = make_model(name);
   torch::manual_seed(100 + rank);
-  if (name == "mlp" || name == "cnn") {
+  if (name == "many") {
+    workload.input = torch::randn({4, 1000});
+    workload.target = torch::randint(10, {4}, torch::kLong);
+  } else if (name == "mlp" || name == "cnn") {
     workload.input = name == "mlp" ? torch::randn({64, 784}) : torch::randn({64, 1, 28, 28});
     workload.target = torch::randint(10, {64}, torch::kLong);
   } else {

@@ -77,13 +77,26 @@ class Training {
   std::optional<C10dReducer> reducer_;
 };
 
-// The most memory that this process has had, from proc(5).
-double peak_mb() {
-  std::istringstream status(read_small_file("/proc/self/status"));
-  for (std::string line; std::getline(status, line);) {
-    if (line.starts_with("VmHWM:")) return std::stod(line.substr(6)) / 1024;
+// A size in kB that the kernel states in a file of this process, as MB; 0 if it does not.
+double stated_mb(const std::string& file, const std::string& name) {
+  std::istringstream lines(read_small_file("/proc/self/" + file));
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with(name + ":")) return std::stod(line.substr(name.size() + 1)) / 1024;
   }
   return 0;
+}
+
+// The most memory that this process has had. Segments of shared memory, which all ranks see and
+// which stay as they are from the start, count by this process's share.
+double peak_mb() {
+  return stated_mb("status", "VmHWM") - stated_mb("status", "RssShmem") +
+         stated_mb("smaps_rollup", "Pss_Shmem");
+}
+
+double percentile(std::vector<double>& values, int percent) {
+  const auto nth = values.begin() + static_cast<std::ptrdiff_t>(values.size()) * percent / 100;
+  std::ranges::nth_element(values, nth);
+  return *nth;
 }
 
 Measurement train(const TrainingRun& run, int rank, int size) {
@@ -101,8 +114,8 @@ Measurement train(const TrainingRun& run, int rank, int size) {
   Measurement result;
   result.peak_mb = peak_mb();
   result.mean_ms = std::accumulate(times.begin(), times.end(), 0.0) / run.steps;
-  std::ranges::nth_element(times, times.begin() + run.steps / 2);
-  result.ms_per_step = times[static_cast<std::size_t>(run.steps / 2)];
+  result.ms_per_step = percentile(times, 50);
+  result.quiet_ms = percentile(times, 2);
   result.parameters = training.count_parameters();
   result.wrong = training.count_wrong();
   return result;
@@ -165,6 +178,7 @@ Measurement measure(const TrainingRun& run, const std::string& python) {
   for (const std::string& output : outputs) {
     const auto one = nlohmann::json::parse(output).get<Measurement>();
     all.ms_per_step = std::max(all.ms_per_step, one.ms_per_step);
+    all.quiet_ms = std::max(all.quiet_ms, one.quiet_ms);
     all.mean_ms = std::max(all.mean_ms, one.mean_ms);
     all.peak_mb = std::max(all.peak_mb, one.peak_mb);
     all.parameters = one.parameters;

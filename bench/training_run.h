@@ -20,12 +20,14 @@ struct TrainingRun {
 
 struct Measurement {
   double ms_per_step = 0;  // median over steps
+  double quiet_ms = 0;     // 2nd percentile: steps that nobody else's work on the machine held up
   double mean_ms = 0;      // shows what happens only now and then, such as replica checks
-  double peak_mb = 0;      // of resident memory; shared pages count in each process that uses them
+  double peak_mb = 0;      // of resident memory; a page shared by n processes counts 1/n in each
   std::int64_t parameters = 0;
   std::int64_t wrong = 0;  // elements of parameters that differ from rank 0's at the end
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Measurement, ms_per_step, mean_ms, peak_mb, parameters, wrong)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Measurement, ms_per_step, quiet_ms, mean_ms, peak_mb, parameters,
+                                   wrong)
 
 struct Peer {
   const char* name;

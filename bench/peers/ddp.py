@@ -81,6 +81,15 @@ class Gpt(nn.Module):
         return F.linear(self.norm(x), weight).flatten(0, 1)
 
 
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList(nn.Parameter(torch.randn(10)) for _ in range(1000))
+
+    def forward(self, x):
+        return x @ torch.stack(list(self.rows))
+
+
 def make_workload(name, rank):
     torch.manual_seed(1)
     model = {
@@ -88,8 +97,11 @@ def make_workload(name, rank):
         "cnn": Cnn,
         "gpt": lambda: Gpt(6, 6, 384, 65, 256, False),
         "gpt2": lambda: Gpt(12, 12, 768, 50257, 1024, True),
+        "many": Many,
     }[name]()
     torch.manual_seed(100 + rank)
+    if name == "many":
+        return model, torch.randn(4, 1000), torch.randint(10, (4,))
     if name in ("mlp", "cnn"):
         shape = (64, 784) if name == "mlp" else (64, 1, 28, 28)
         return model, torch.randn(shape), torch.randint(10, (64,))
@@ -104,7 +116,7 @@ def bind_to_core(rank, size):
         os.sched_setaffinity(0, {cores[rank]})
 
 
-def peak_mb():
+def peak_mb():  # Gloo shares no memory: all of it is this process's own
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM:"))
 
@@ -153,6 +165,7 @@ def main():
         last = now
     result = {
         "ms_per_step": statistics.median(times),
+        "quiet_ms": sorted(times)[len(times) // 50],
         "mean_ms": statistics.fmean(times),
         "peak_mb": peak_mb(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
