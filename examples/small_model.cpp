@@ -1,7 +1,8 @@
 // Data-parallel training of a small model: every rank trains on its own part of the data,
 // backward() averages gradients over all ranks, and every replica takes the same step.
 //
-//   mpirun -n 2 build/release/examples/small_model        (or torchrun --no-python, or alone)
+//   lockstep run -n 2 -- build/release/examples/small_model     (or mpirun, torchrun --no-python,
+//   alone)
 //
 // Expected: the loss falls from about 1.1 to below 0.1, and "replicas equal: yes".
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <lockstep/error.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -10,8 +11,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstddef>
 #include <cstring>
+#include <filesystem>
 #include <sstream>
+#include <thread>
 
 #include "base/posix.h"
 
@@ -63,16 +67,36 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
   return result;
 }
 
+// What sched_setaffinity(2) takes, of any length.
+std::vector<std::byte> cpu_mask(const std::vector<int>& cpus) {
+  if (cpus.empty()) return {};
+  const int count = *std::ranges::max_element(cpus) + 1;
+  std::vector<std::byte> mask(CPU_ALLOC_SIZE(count));
+  for (const int cpu : cpus) CPU_SET_S(cpu, mask.size(), reinterpret_cast<cpu_set_t*>(mask.data()));
+  return mask;
+}
+
 // Runs in the child, between fork and exec. Returns only if something failed, with errno set.
-void become(const Command& command, char** arguments, char** environment, pid_t parent) {
+void become(const Command& command, char** arguments, char** environment,
+            const std::vector<std::byte>& cpus, pid_t parent) {
   ::setpgid(0, 0);
   if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return;
   if (::getppid() != parent) ::_exit(1);  // the parent died before the line above
   for (const int fd : command.inherited_fds) {
     if (::fcntl(fd, F_SETFD, 0) != 0) return;
   }
+  if (!cpus.empty() &&
+      ::sched_setaffinity(0, cpus.size(), reinterpret_cast<const cpu_set_t*>(cpus.data())) != 0) {
+    return;
+  }
+  if (command.stdin_fd >= 0 && ::dup2(command.stdin_fd, STDIN_FILENO) < 0) return;
   if (command.stdout_fd >= 0 && ::dup2(command.stdout_fd, STDOUT_FILENO) < 0) return;
   if (command.stderr_fd >= 0 && ::dup2(command.stderr_fd, STDERR_FILENO) < 0) return;
+  // What this process has done to its own signals would be inherited.
+  sigset_t none;
+  ::sigemptyset(&none);
+  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+  ::signal(SIGPIPE, SIG_DFL);
   ::execvpe(arguments[0], arguments, environment);
 }
 
@@ -111,12 +135,13 @@ pid_t spawn(const Command& command) {
   std::vector<std::string> variable_texts = merged_environment(command);
   std::vector<char*> arguments = pointers(argument_texts);
   std::vector<char*> environment = pointers(variable_texts);
+  const std::vector<std::byte> cpus = cpu_mask(command.cpus);
   Pipe failure = make_pipe();  // closed by exec; carries errno if there was no exec
   const pid_t parent = ::getpid();
   const pid_t pid = ::fork();
   if (pid < 0) throw_errno("cannot start a process", "Raise the limit on processes (ulimit -u).");
   if (pid == 0) {
-    become(command, arguments.data(), environment.data(), parent);
+    become(command, arguments.data(), environment.data(), cpus, parent);
     const int code = errno;
     [[maybe_unused]] const ssize_t told = ::write(failure.write_end.get(), &code, sizeof code);
     ::_exit(127);
@@ -135,6 +160,40 @@ pid_t spawn(const Command& command) {
                 "Check that the program exists and may be executed.");
   }
   return pid;
+}
+
+std::optional<ExitStatus> look_at_end(pid_t child) {
+  siginfo_t info{};
+  if (::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      info.si_pid == 0) {
+    return std::nullopt;
+  }
+  if (info.si_code == CLD_EXITED) return ExitStatus{.code = info.si_status, .signal = 0};
+  return ExitStatus{.code = 0, .signal = info.si_status};
+}
+
+void adopt_orphans() { ::prctl(PR_SET_CHILD_SUBREAPER, 1); }
+
+bool kill_all_children(std::chrono::milliseconds deadline) {
+  const auto end = std::chrono::steady_clock::now() + deadline;
+  const pid_t self = ::getpid();
+  while (true) {
+    // Dead ones go first: their children may become ours, and are found below.
+    pid_t reaped = 0;
+    do {
+      reaped = ::waitpid(-1, nullptr, WNOHANG);
+    } while (reaped > 0);
+    if (reaped < 0 && errno == ECHILD) return true;
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc", ignored)) {
+      const std::string name = entry.path().filename();
+      if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+      const auto pid = static_cast<pid_t>(std::stol(name));
+      if (parent_of(pid) == self) ::kill(pid, SIGKILL);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 }  // namespace lockstep

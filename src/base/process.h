@@ -6,8 +6,10 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,13 +51,27 @@ struct Command {
   std::map<std::string, std::string> variables = {};  // set over this process's environment
   std::vector<std::string> removed_variables = {};
   std::vector<int> inherited_fds = {};  // keep their numbers
-  int stdout_fd = -1;                   // -1: this process's
+  int stdin_fd = -1;                    // -1: this process's, as for the two below
+  int stdout_fd = -1;
   int stderr_fd = -1;
+  std::vector<int> cpus = {};  // to run on; empty: those of this process
 };
 
-// Starts the command in a process group of its own; it is killed if this process dies.
+// Starts the command in a process group of its own, with no signal blocked and SIGPIPE as usual; it
+// is killed if this process dies.
 // Requires: the calling thread outlives the command, which is killed with it as well.
 // Throws SystemError if the program cannot be started, with its name and the reason.
 pid_t spawn(const Command& command);
+
+// How `child` has ended; nothing while it runs. It stays a zombie, so that others can see its end.
+std::optional<ExitStatus> look_at_end(pid_t child);
+
+// From now on, processes whose parent dies become children of this one if it was an ancestor.
+void adopt_orphans();
+
+// Kills all children of this process, and, if it has adopted orphans, theirs, until none is left.
+// Gives up at the deadline: a process that the kernel cannot end (a dead file server) does not hold
+// up the caller for ever. Returns whether all are gone.
+bool kill_all_children(std::chrono::milliseconds deadline);
 
 }  // namespace lockstep

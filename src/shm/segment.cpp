@@ -12,19 +12,14 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
-#include <sstream>
 #include <string>
+
+#include "base/cgroup.h"
 
 namespace lockstep::shm {
 namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-
-std::uint64_t number_in(const std::string& path) {
-  std::istringstream text(read_small_file(path));
-  std::uint64_t number = 0;
-  return text >> number ? number : std::numeric_limits<std::uint64_t>::max();  // "max": no limit
-}
 
 std::uint64_t available_memory() {
   const std::string text = read_small_file("/proc/meminfo");
@@ -41,7 +36,8 @@ std::uint64_t available_memory() {
 }
 
 void check_room(std::size_t bytes) {
-  if (const std::uint64_t left = left_in_cgroup(""); left < bytes) {
+  // The kernel would answer a larger demand by killing a process of the cgroup: ask before.
+  if (const std::uint64_t left = memory_left_in_cgroup(""); left < bytes) {
     refuse(bytes, fmt::format("the memory cgroup has only {} left", left), ENOMEM);
   }
   if (const std::uint64_t left = available_memory(); left < bytes) {
@@ -69,32 +65,6 @@ std::byte* map(int fd, std::size_t bytes) {
 }
 
 }  // namespace
-
-// The kernel would answer a larger demand by killing a process of the cgroup, so it is asked
-// before.
-std::uint64_t left_in_cgroup(const std::string& system_root) {
-  std::uint64_t left = std::numeric_limits<std::uint64_t>::max();
-  std::istringstream lines(read_small_file(system_root + "/proc/self/cgroup"));
-  for (std::string line; std::getline(lines, line);) {
-    const bool is_v2 = line.starts_with("0::");
-    const bool is_v1 = line.find(":memory:") != std::string::npos;
-    if (!is_v2 && !is_v1) continue;
-    const std::string root = system_root + (is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory");
-    const char* limit_file = is_v2 ? "/memory.max" : "/memory.limit_in_bytes";
-    const char* usage_file = is_v2 ? "/memory.current" : "/memory.usage_in_bytes";
-    std::string path = line.substr(line.rfind(':') + 1);
-    while (true) {
-      const std::uint64_t limit = number_in(root + path + limit_file);
-      const std::uint64_t usage = number_in(root + path + usage_file);
-      if (limit != std::numeric_limits<std::uint64_t>::max() && usage <= limit) {
-        left = std::min(left, limit - usage);
-      }
-      if (path.empty() || path == "/") break;
-      path.resize(path.rfind('/'));
-    }
-  }
-  return left;
-}
 
 Segment Segment::create(std::size_t bytes) {
   check_room(bytes);

@@ -23,10 +23,6 @@ struct SegmentName {
   std::uint64_t address = 0;  // in the owner, for ranks that are threads of one process
 };
 
-// How many bytes this process's memory cgroup, and those above it, still allow; the largest number
-// if there is no limit. `system_root` stands before /proc and /sys: tests have their own.
-std::uint64_t left_in_cgroup(const std::string& system_root);
-
 class Segment {
  public:
   // Makes one; all of it is zero and resident.

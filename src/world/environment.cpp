@@ -126,11 +126,19 @@ Placement read_torchrun(const Environment& environment) {
                      placement);
   placement.generation = environment.get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
   if (const auto store = environment.get("LOCKSTEP_STORE")) {
-    if (!store->starts_with("fd:")) {
-      refuse(fmt::format("LOCKSTEP_STORE is '{}'.\nUnset it; lockstep sets it to fd:N.", *store));
+    const std::size_t colon = store->find(':');
+    const std::string kind = store->substr(0, colon);
+    if (colon == std::string::npos || (kind != "fd" && kind != "launcher")) {
+      refuse(fmt::format(
+          "LOCKSTEP_STORE is '{}'.\nUnset it; lockstep sets it to fd:N or launcher:N.", *store));
     }
+    const int fd = parse_int("LOCKSTEP_STORE", store->substr(colon + 1), 0);
     placement.launcher = "lockstep";
-    placement.store = InheritedFd{parse_int("LOCKSTEP_STORE", store->substr(3), 0)};
+    if (kind == "fd") {
+      placement.store = InheritedFd{fd};
+    } else {
+      placement.store = LauncherSocket{fd, environment.get("MASTER_ADDR").value_or("")};
+    }
   } else if (placement.size == 1) {
     placement.store = InProcess{};
   } else if (const auto master = read_master(environment)) {

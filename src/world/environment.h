@@ -17,6 +17,11 @@ struct InProcess {};  // a world of one needs none
 struct InheritedFd {  // a memory file that the launcher made; LOCKSTEP_STORE=fd:N
   int fd = -1;
 };
+struct LauncherSocket {  // of several hosts: the launcher passes questions on;
+                         // LOCKSTEP_STORE=launcher:N
+  int fd = -1;
+  std::string master_address = {};  // of the first host
+};
 struct TcpAddress {
   std::string host = {};
   int port = 0;
@@ -25,7 +30,7 @@ struct TcpAddress {
 struct LauncherFile {         // a file on the one host, named after the launcher's process
   std::string rank_variable;  // the launcher is the nearest ancestor without this variable
 };
-using StorePlace = std::variant<InProcess, InheritedFd, TcpAddress, LauncherFile>;
+using StorePlace = std::variant<InProcess, InheritedFd, LauncherSocket, TcpAddress, LauncherFile>;
 
 struct Placement {
   int rank = 0;

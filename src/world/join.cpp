@@ -50,8 +50,9 @@ Placement placement_from(const JoinOptions& options, const Environment& environm
 }
 
 std::string master_address(const Placement& placement) {
-  const auto* tcp = std::get_if<TcpAddress>(&placement.store);
-  return tcp == nullptr ? std::string() : tcp->host;
+  if (const auto* tcp = std::get_if<TcpAddress>(&placement.store)) return tcp->host;
+  const auto* launcher = std::get_if<LauncherSocket>(&placement.store);
+  return launcher == nullptr ? std::string() : launcher->master_address;
 }
 
 std::chrono::milliseconds remaining(std::chrono::steady_clock::time_point deadline) {

@@ -1,10 +1,9 @@
 #include "world/store.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <lockstep/error.h>
-#include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -14,12 +13,12 @@
 
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
-#include <memory>
 
 #include "base/posix.h"
 #include "base/process.h"
+#include "base/socket.h"
+#include "world/launcher_store.h"
 #include "world/translate.h"
 
 namespace lockstep {
@@ -78,58 +77,6 @@ OpenStore open_launcher_file(const LauncherFile& place) {
           [path] { ::unlink(path.c_str()); }};
 }
 
-// Whether a name stands for this host's loopback only because of its hosts file (Debian maps the
-// own name to 127.0.1.1): other hosts would not reach it there.
-bool is_misleading_loopback(const std::string& host, const sockaddr* address) {
-  in6_addr ignored{};
-  if (host == "localhost" || ::inet_pton(AF_INET, host.c_str(), &ignored) == 1 ||
-      ::inet_pton(AF_INET6, host.c_str(), &ignored) == 1) {
-    return false;
-  }
-  if (address->sa_family == AF_INET) {
-    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
-    return (ntohl(v4->sin_addr.s_addr) >> 24) == IN_LOOPBACKNET;
-  }
-  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
-}
-
-// A socket on exactly the address asked for; LibTorch's own server would listen on all of them.
-// Nothing, with errno, if none of the name's addresses is free and of this host.
-Fd bind_socket(const TcpAddress& address) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const std::string port = std::to_string(address.port);
-  if (const int code = ::getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found);
-      code != 0) {
-    throw SystemError({.rank = 0, .operation = "join"}, 0,
-                      fmt::format("The address of MASTER_ADDR '{}' was not found: {}.\n"
-                                  "Set it to a name or address of rank 0's host.",
-                                  address.host, ::gai_strerror(code)));
-  }
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, ::freeaddrinfo);
-  for (const addrinfo* info = found; info != nullptr; info = info->ai_next) {
-    Fd socket(::socket(info->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!socket) continue;
-    sockaddr_storage target{};
-    std::memcpy(&target, info->ai_addr, info->ai_addrlen);
-    if (is_misleading_loopback(address.host, info->ai_addr)) {
-      if (info->ai_family == AF_INET) {
-        reinterpret_cast<sockaddr_in*>(&target)->sin_addr.s_addr = htonl(INADDR_ANY);
-      } else {
-        reinterpret_cast<sockaddr_in6*>(&target)->sin6_addr = in6addr_any;
-      }
-    }
-    const int yes = 1;
-    ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-    if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&target), info->ai_addrlen) == 0 &&
-        ::listen(socket.get(), SOMAXCONN) == 0) {
-      return socket;
-    }
-  }
-  return Fd();
-}
-
 c10::intrusive_ptr<c10d::Store> connect_tcp(const TcpAddress& address,
                                             std::chrono::milliseconds timeout,
                                             Fd listening = Fd()) {
@@ -164,7 +111,7 @@ bool is_listening_here(int port) {
 // Rank 0 serves the store, unless an earlier world of this process does so already.
 c10::intrusive_ptr<c10d::Store> serve_tcp(const TcpAddress& address,
                                           std::chrono::milliseconds timeout) {
-  Fd socket = bind_socket(address);
+  Fd socket = listen_at(address.host, address.port);
   if (socket) return connect_tcp(address, timeout, std::move(socket));
   const int code = errno;
   if (code == EADDRINUSE && is_listening_here(address.port)) return connect_tcp(address, timeout);
@@ -205,6 +152,10 @@ struct Opener {
   OpenStore operator()(const InheritedFd& place) const {
     return {c10::make_intrusive<DescriptorStore>(duplicate(place.fd)),
             fmt::format("descriptor {}", place.fd), [] {}};
+  }
+  OpenStore operator()(const LauncherSocket& place) const {
+    return {c10::make_intrusive<LauncherStore>(duplicate(place.fd), timeout),
+            "this host's launcher", [] {}};
   }
   OpenStore operator()(const TcpAddress& place) const {
     return open_tcp(place, placement.rank, timeout);

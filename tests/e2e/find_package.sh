@@ -10,7 +10,7 @@ mkdir "$work/project"
 fenced README.md cpp >"$work/project/train.cpp"
 fenced README.md cmake >"$work/project/CMakeLists.txt"
 cd "$work/project"
-export CMAKE_PREFIX_PATH=$work/moved
+export CMAKE_PREFIX_PATH=$work/moved PATH=$work/moved/bin:$PATH
 while read -r line; do
   printf '+ %s\n' "$line"
   bash -ec "$line"

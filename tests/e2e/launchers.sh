@@ -17,4 +17,18 @@ elif [ "${CI:-}" ]; then
   die "there is no $torchrun"
 fi
 
+# lockstep's own: one host, then two launchers that know nothing of each other but a secret.
+lockstep=$build/bin/lockstep
+expect "3 ranks, replicas equal: yes" "$lockstep" run -n 3 -- "$program"
+expect "started by lockstep" "$lockstep" run -n 2 -- "$program"
+refuse "exit code 1" env LOCKSTEP_ENGINE=nonsense "$lockstep" run -n 2 -- "$program"
+export LOCKSTEP_SECRET=only-for-this-test
+for engine in shm gloo; do
+  port=$((20000 + RANDOM % 12000))
+  hosts=(env LOCKSTEP_ENGINE=$engine "$lockstep" run --hosts 2 --master 127.0.0.1:$port)
+  "${hosts[@]}" -n 1 --host-rank 1 -- "$program" >"$work/host1" 2>&1 &
+  expect "3 ranks, replicas equal: yes" "${hosts[@]}" -n 2 --host-rank 0 -- "$program"
+  wait $! || die "host 1 failed: $(cat "$work/host1")"
+done
+
 refuse "WORLD_SIZE is not set, but RANK=0 is" env RANK=0 "$program"

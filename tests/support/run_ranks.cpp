@@ -78,21 +78,13 @@ struct Ranks::Impl {
     if (count == 0) child.output.reset();
   }
 
-  // Looks whether the rank has ended, but leaves it as a zombie until all have: so long the others
-  // can see how it ended.
+  // The rank stays a zombie until all have ended: so long the others can see how it ended.
   void look_at(Child& child) const {
-    siginfo_t info{};
-    if (child.has_ended ||
-        ::waitid(P_PID, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
-        info.si_pid == 0) {
-      return;
-    }
+    if (child.has_ended) return;
+    const auto status = look_at_end(child.pid);
+    if (!status) return;
     child.has_ended = true;
-    if (info.si_code == CLD_EXITED) {
-      child.result.status.code = info.si_status;
-    } else {
-      child.result.status.signal = info.si_status;
-    }
+    child.result.status = *status;
     child.result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   }
 

@@ -15,6 +15,7 @@
 #include <functional>
 #include <limits>
 
+#include "base/cgroup.h"
 #include "unit/shm/thread_ranks.h"
 
 namespace lockstep::shm {
@@ -120,45 +121,6 @@ TEST(Segment, ATightLimitIsAnErrorWithByteCounts) {
             0);
 }
 
-// A system of files in a folder that is gone at the end.
-class FakeSystem {
- public:
-  FakeSystem() {
-    std::string name = testing::TempDir() + "lockstep-system-XXXXXX";
-    root_ = ::mkdtemp(name.data());
-  }
-  ~FakeSystem() { std::filesystem::remove_all(root_); }
-  void write(const std::string& path, const std::string& text) const {
-    std::filesystem::create_directories(std::filesystem::path(root_ + path).parent_path());
-    std::ofstream(root_ + path) << text << '\n';
-  }
-  const std::string& root() const { return root_; }
-
- private:
-  std::string root_;
-};
-
-TEST(Cgroup, TheTightestLimitOnTheWayUpCounts) {
-  const FakeSystem v2;
-  v2.write("/proc/self/cgroup", "0::/jobs/mine");
-  EXPECT_EQ(left_in_cgroup(v2.root()), std::numeric_limits<std::uint64_t>::max());
-  v2.write("/sys/fs/cgroup/jobs/mine/memory.max", "max");
-  v2.write("/sys/fs/cgroup/jobs/mine/memory.current", "500");
-  v2.write("/sys/fs/cgroup/jobs/memory.max", "2000");
-  v2.write("/sys/fs/cgroup/jobs/memory.current", "600");
-  EXPECT_EQ(left_in_cgroup(v2.root()), 1400);
-  v2.write("/sys/fs/cgroup/jobs/mine/memory.max", "700");
-  EXPECT_EQ(left_in_cgroup(v2.root()), 200);
-
-  const FakeSystem v1;
-  v1.write("/proc/self/cgroup", "4:memory:/job\n0::/");
-  v1.write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "1000");
-  v1.write("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "900");
-  v1.write("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712");
-  v1.write("/sys/fs/cgroup/memory/memory.usage_in_bytes", "5000");
-  EXPECT_EQ(left_in_cgroup(v1.root()), 100);
-}
-
 // A real one, where this machine lets us make it: the check above is not all that is needed, the
 // kernel must agree with it.
 TEST(Cgroup, ThatIsTooSmallIsAnErrorWithByteCounts) {
@@ -173,7 +135,8 @@ TEST(Cgroup, ThatIsTooSmallIsAnErrorWithByteCounts) {
   const int code = in_child([&] {
     std::ofstream(group / (is_v1 ? "memory.limit_in_bytes" : "memory.max")) << (48 << 20);
     std::ofstream(group / "cgroup.procs") << ::getpid();
-    if (left_in_cgroup("") > (48 << 20)) return 77;  // the memory controller is not delegated
+    if (memory_left_in_cgroup("") > (48 << 20))
+      return 77;  // the memory controller is not delegated
     try {
       Segment::create(64 << 20);
       return 1;

@@ -39,6 +39,20 @@ TEST(Placement, Lockstep) {
   EXPECT_EQ(placement.local_rank, 1);
 }
 
+TEST(Placement, LockstepOnSeveralHosts) {
+  const Placement placement = read_placement({{"RANK", "5"},
+                                              {"WORLD_SIZE", "8"},
+                                              {"LOCAL_RANK", "1"},
+                                              {"MASTER_ADDR", "10.0.0.1"},
+                                              {"MASTER_PORT", "29501"},
+                                              {"TORCHELASTIC_RESTART_COUNT", "2"},
+                                              {"LOCKSTEP_STORE", "launcher:9"}});
+  EXPECT_EQ(placement.launcher, "lockstep");
+  EXPECT_EQ(std::get<LauncherSocket>(placement.store).fd, 9);
+  EXPECT_EQ(std::get<LauncherSocket>(placement.store).master_address, "10.0.0.1");
+  EXPECT_EQ(placement.generation, 2);
+}
+
 TEST(Placement, Torchrun) {
   const Placement placement = read_placement({{"RANK", "3"},
                                               {"WORLD_SIZE", "4"},

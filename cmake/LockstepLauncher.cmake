@@ -1,0 +1,45 @@
+# The program `lockstep`: torch-free, so that it starts in milliseconds and stays small.
+
+# Tests and benches start ranks as the launcher does, with or without it.
+lockstep_module(NAME launch SRCS rank_command DEPS base)
+if(NOT LOCKSTEP_BUILD_LAUNCHER)
+  return()
+endif()
+
+find_package(OpenSSL 3 QUIET)
+find_package(CLI11 QUIET)
+if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
+  message(FATAL_ERROR "The launcher needs OpenSSL 3 and CLI11: install libssl-dev and libcli11-dev, "
+                      "or switch it off with -DLOCKSTEP_BUILD_LAUNCHER=OFF.")
+endif()
+
+add_library(lockstep_launcher STATIC)
+foreach(source args connection coordinator cores doctor event_loop guard host key_value output run tls)
+  target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
+endforeach()
+lockstep_compile_as_ours(lockstep_launcher)
+target_link_libraries(lockstep_launcher PUBLIC lockstep_base OpenSSL::SSL
+                      nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11)
+# What `lockstep doctor` says of this build.
+get_property(table GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE)
+set(engines shm solo)
+foreach(line ${table})
+  string(REGEX MATCH "^ *([a-z]+)\tyes" found "${line}")
+  if(found)
+    list(APPEND engines ${CMAKE_MATCH_1})
+  endif()
+endforeach()
+list(JOIN engines ", " engines)
+set_property(SOURCE src/launch/doctor.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+             LOCKSTEP_ENGINES="${engines}" LOCKSTEP_TORCH_ROOT="${LOCKSTEP_TORCH_ROOT}"
+             LOCKSTEP_TORCH_VERSION="${Torch_VERSION}")
+
+add_executable(lockstep_program src/launch/main.cpp)
+lockstep_compile_as_ours(lockstep_program)
+set_target_properties(lockstep_program PROPERTIES OUTPUT_NAME lockstep
+                      RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
+target_link_libraries(lockstep_program PRIVATE lockstep_launcher)
+if(LOCKSTEP_INSTALL)
+  include(GNUInstallDirs)
+  install(TARGETS lockstep_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()

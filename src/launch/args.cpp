@@ -1,0 +1,250 @@
+#include "launch/args.h"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <sstream>
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kExamples = R"(Examples:
+  lockstep run -n 4 -- ./train --epochs 3        4 ranks on this host, each with its share of cores
+  lockstep run -- ./train                        a rank for each core (or GPU)
+  lockstep run -n 2 --max-restarts 3 -- ./train  after a failure, all ranks start again
+  lockstep run -n 8 --only-rank 0 --log-dir logs -- ./train
+  lockstep run -n 4 --hosts 2 --host-rank 0 --master 10.0.0.1:29500 \
+      --secret-file ~/.lockstep-secret -- ./train        on each of 2 hosts
+)";
+
+// What is written after "run", before "--".
+struct Typed {
+  std::string ranks = "auto";
+  std::string bind = "core";
+  int only_rank = -1;
+  double stop_grace = 10;
+  double join_timeout = 300;
+  std::string master;
+};
+
+std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
+  RunOptions& run = invocation.run;
+  auto app = std::make_unique<CLI::App>("Distributed data parallel training in C++.", "lockstep");
+  app->footer(kExamples);
+  app->set_version_flag("--version", std::string("lockstep " LOCKSTEP_VERSION));
+  app->require_subcommand(0, 1);
+
+  CLI::App* const start = app->add_subcommand("run",
+                                              "Start a program on several ranks, watch and stop "
+                                              "it:\nlockstep run [OPTIONS] -- PROGRAM [ARGUMENTS]");
+  start->footer(kExamples);
+  start->add_option("-n,--ranks", typed.ranks, "Ranks on this host, or auto: one per core or GPU")
+      ->capture_default_str();
+  start->add_option("--bind", typed.bind, "Bind ranks to their cores, to whole NUMA nodes, or not")
+      ->check(CLI::IsMember({"none", "core", "numa"}))
+      ->capture_default_str();
+  start->add_option("--only-rank", typed.only_rank, "Show the output of this rank only")
+      ->check(CLI::NonNegativeNumber);
+  start->add_option("--log-dir", run.output.log_dir, "Also write rank-N.log for each rank here");
+  start->add_option("--max-restarts", run.max_restarts, "Start all again after a failure, so often")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  start
+      ->add_option("--stop-grace", typed.stop_grace,
+                   "Seconds between the signal to stop and SIGKILL")
+      ->check(CLI::Range(0.0, 86400.0))
+      ->capture_default_str();
+  start->add_option("--hosts", run.num_hosts, "On how many hosts lockstep run is started")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  start->add_option("--host-rank", run.host_rank, "Which of them this is, from 0")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  start->add_option("--master", typed.master, "HOST:PORT of host 0, where it listens");
+  start->add_option("--secret-file", run.secret_file,
+                    "A secret that all hosts share, mode 0600 (else the variable LOCKSTEP_SECRET)");
+  start->add_option("--join-timeout", typed.join_timeout, "Seconds to wait for all hosts")
+      ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str();
+  start->add_flag("--dry-run", run.is_dry, "Print what would be started, and start nothing");
+  start->add_flag("-v,--verbose", run.is_verbose, "Say what is started");
+
+  app->add_subcommand("doctor", "Say what this machine offers, and what is wrong with it.");
+  app->add_subcommand("completion",
+                      "Print what makes bash complete: source <(lockstep completion)");
+  return app;
+}
+
+std::string completion(const CLI::App& app) {
+  std::string cases;
+  std::vector<std::string> verbs;
+  for (const CLI::App* verb : app.get_subcommands([](const CLI::App*) { return true; })) {
+    std::vector<std::string> words;
+    for (const CLI::Option* option : verb->get_options()) {
+      for (const std::string& name : option->get_lnames()) words.push_back("--" + name);
+    }
+    verbs.push_back(verb->get_name());
+    cases += fmt::format("    {}) words=\"{}\" ;;\n", verb->get_name(), fmt::join(words, " "));
+  }
+  return fmt::format(R"(_lockstep() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words i
+  for ((i = 1; i < COMP_CWORD; i++)); do  # behind -- a program follows
+    if [[ ${{COMP_WORDS[i]}} == -- ]]; then _command_offset $((i + 1)); return; fi
+  done
+  case $before in
+    --bind) COMPREPLY=($(compgen -W "none core numa" -- "$word")); return ;;
+    --log-dir) COMPREPLY=($(compgen -d -- "$word")); return ;;
+    --secret-file) COMPREPLY=($(compgen -f -- "$word")); return ;;
+  esac
+  case ${{COMP_WORDS[1]}} in
+{}    *) words="{} --help --version" ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -F _lockstep lockstep
+)",
+                     cases, fmt::join(verbs, " "));
+}
+
+int parse_ranks(const std::string& text) {
+  if (text == "auto") return ranks_for(this_machine());
+  int ranks = 0;
+  const auto read = std::from_chars(text.data(), text.data() + text.size(), ranks);
+  if (read.ec != std::errc() || read.ptr != text.data() + text.size() || ranks < 1) {
+    throw BadArguments(fmt::format("-n is '{}': give a number of ranks from 1, or auto", text));
+  }
+  return ranks;
+}
+
+void parse_master(const std::string& text, RunOptions& run) {
+  const std::size_t colon = text.rfind(':');
+  int port = 0;
+  if (colon != std::string::npos) port = std::atoi(text.c_str() + colon + 1);
+  // The next port is given to programs that open a store of their own.
+  if (colon == std::string::npos || colon == 0 || port < 1 || port > 65534) {
+    throw BadArguments(fmt::format(
+        "--master is '{}': give HOST:PORT, the address of host 0 and a free port there", text));
+  }
+  run.master_host = text.substr(0, colon);
+  if (run.master_host.front() == '[' && run.master_host.back() == ']') {  // an IPv6 address
+    run.master_host = run.master_host.substr(1, run.master_host.size() - 2);
+  }
+  run.master_port = port;
+}
+
+// Before anything starts: a typing error is not a failed job.
+void check_program(const std::string& program) {
+  std::vector<std::string> places = {program};
+  if (program.find('/') == std::string::npos) {
+    places.clear();
+    const char* const path = std::getenv("PATH");
+    std::istringstream folders(path != nullptr ? path : "/usr/bin:/bin");
+    for (std::string folder; std::getline(folders, folder, ':');) {
+      places.push_back((folder.empty() ? "." : folder) + "/" + program);
+    }
+  }
+  std::string problem = "there is no such program";
+  for (const std::string& place : places) {
+    struct stat status {};
+    if (::stat(place.c_str(), &status) != 0) continue;
+    if (S_ISDIR(status.st_mode)) {
+      problem = "it is a folder";
+    } else if (::access(place.c_str(), X_OK) != 0) {
+      problem = "it may not be executed (chmod +x)";
+    } else {
+      return;
+    }
+  }
+  throw BadArguments(fmt::format("cannot start '{}': {}", program, problem));
+}
+
+void complete_run(const Typed& typed, RunOptions& run) {
+  if (run.command.empty()) throw BadArguments("there is no program behind --");
+  run.num_ranks = parse_ranks(typed.ranks);
+  run.bind = typed.bind == "none" ? Bind::kNone : typed.bind == "numa" ? Bind::kNuma : Bind::kCore;
+  run.stop_grace = std::chrono::milliseconds(static_cast<int>(typed.stop_grace * 1000));
+  run.join_timeout = std::chrono::milliseconds(static_cast<int>(typed.join_timeout * 1000));
+  run.output.has_colour = std::getenv("NO_COLOR") == nullptr;
+  if (typed.only_rank >= 0) {
+    run.output.only_rank = typed.only_rank;
+    if (run.num_hosts == 1 && typed.only_rank >= run.num_ranks) {
+      throw BadArguments(fmt::format("--only-rank is {}, but ranks are 0 to {}", typed.only_rank,
+                                     run.num_ranks - 1));
+    }
+  }
+  if (run.host_rank >= run.num_hosts) {
+    throw BadArguments(fmt::format("--host-rank is {}, but with --hosts {} it is 0 to {}",
+                                   run.host_rank, run.num_hosts, run.num_hosts - 1));
+  }
+  if (run.num_hosts > 1) {
+    if (typed.master.empty()) {
+      throw BadArguments("--hosts needs --master HOST:PORT, an address of host 0");
+    }
+    parse_master(typed.master, run);
+  }
+  check_program(run.command.front());
+  if (!run.output.log_dir.empty()) {
+    std::error_code error;
+    std::filesystem::create_directories(run.output.log_dir, error);
+    if (error || ::access(run.output.log_dir.c_str(), W_OK) != 0) {
+      throw BadArguments(fmt::format("--log-dir is '{}', and no file can be made there: {}",
+                                     run.output.log_dir,
+                                     error ? error.message() : std::strerror(errno)));
+    }
+  }
+}
+
+}  // namespace
+
+Invocation parse_arguments(const std::vector<std::string>& arguments) {
+  Invocation invocation;
+  Typed typed;
+  const auto app = make_app(invocation, typed);
+  const auto dashes = std::ranges::find(arguments, "--");
+  std::vector<std::string> ours(arguments.begin(), dashes);
+  const bool is_run = !ours.empty() && ours.front() == "run";
+  if (dashes != arguments.end()) invocation.run.command.assign(dashes + 1, arguments.end());
+  std::ranges::reverse(ours);  // as CLI11 takes them
+  try {
+    app->parse(ours);
+  } catch (const CLI::Success& help) {  // --help or --version
+    std::ostringstream text;
+    app->exit(help, text, text);
+    invocation.text = text.str();
+    return invocation;
+  } catch (const CLI::ExtrasError& error) {
+    if (is_run && dashes == arguments.end()) {
+      throw BadArguments(
+          "there is no -- before the program: lockstep run [OPTIONS] -- PROGRAM [ARGUMENTS]");
+    }
+    throw BadArguments(error.what());
+  } catch (const CLI::ParseError& error) {
+    throw BadArguments(error.what());
+  }
+  if (app->got_subcommand("run")) {
+    if (dashes == arguments.end()) {
+      throw BadArguments(
+          "there is no -- before the program: lockstep run [OPTIONS] -- PROGRAM [ARGUMENTS]");
+    }
+    invocation.verb = Invocation::Verb::kRun;
+    complete_run(typed, invocation.run);
+  } else if (app->got_subcommand("doctor")) {
+    invocation.verb = Invocation::Verb::kDoctor;
+  } else if (app->got_subcommand("completion")) {
+    invocation.text = completion(*app);
+  } else {
+    throw BadArguments("say what to do: run, doctor or completion");
+  }
+  return invocation;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,28 @@
+// Args: from what a person types to what is to be done.
+#pragma once
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "launch/run_options.h"
+
+namespace lockstep {
+
+// The arguments make no sense; what() is one sentence.
+struct BadArguments : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Invocation {
+  enum class Verb { kRun, kDoctor, kPrint };
+  Verb verb = Verb::kPrint;
+  RunOptions run = {};
+  std::string text = {};  // kPrint: help, the version, a completion script
+};
+
+// `arguments` without the program's own name. Throws BadArguments.
+Invocation parse_arguments(const std::vector<std::string>& arguments);
+
+}  // namespace lockstep

@@ -1,0 +1,442 @@
+#include "launch/coordinator.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/error.h>
+#include <netdb.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "base/socket.h"
+
+namespace lockstep {
+namespace {
+
+constexpr auto kProofDeadline = std::chrono::seconds(5);  // for a newcomer to prove itself
+constexpr std::size_t kMostNewcomers = 64;                // at a time; the oldest has to go
+constexpr int kRefusalsShown = 10;
+
+double seconds_since(EventLoop::Clock::time_point then) {
+  return std::chrono::duration<double>(EventLoop::Clock::now() - then).count();
+}
+
+}  // namespace
+
+Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunOptions& options)
+    : loop_(loop), output_(output), host_(host), options_(options) {
+  host.set_leader(this);
+  members_[0] = {.name = host_name(), .num_ranks = options.num_ranks};
+  if (options.num_hosts == 1) {
+    start(0);
+    return;
+  }
+  tls_.emplace(read_secret(options.secret_file));
+  listener_ = listen_at(options.master_host, options.master_port);
+  if (!listener_) {
+    throw_errno(fmt::format("cannot listen at {}:{}", options.master_host, options.master_port),
+                "Give --master a free port and an address of this host, the first one.");
+  }
+  loop_.watch(listener_.get(), POLLIN, [this](short) { accept_one(); });
+  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
+}
+
+Coordinator::~Coordinator() {
+  if (timer_) loop_.cancel(*timer_);
+  if (listener_) loop_.forget(listener_.get());
+  for (const auto& [_, newcomer] : newcomers_) loop_.cancel(newcomer.second);
+}
+
+void Coordinator::accept_one() {
+  sockaddr_storage from{};
+  socklen_t size = sizeof from;
+  Fd socket(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&from), &size,
+                      SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!socket) return;  // gone again
+  std::array<char, NI_MAXHOST> host{};
+  std::array<char, NI_MAXSERV> port{};
+  ::getnameinfo(reinterpret_cast<sockaddr*>(&from), size, host.data(), host.size(), port.data(),
+                port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
+  const std::string address = fmt::format("{}:{}", host.data(), port.data());
+  if (newcomers_.size() >= kMostNewcomers) {
+    loop_.cancel(newcomers_.begin()->second.second);
+    newcomers_.erase(newcomers_.begin());
+    refuse_stranger("one of many connections", "too many at a time");
+  }
+  const int number = num_newcomers_++;
+  const auto forget = [this, number] {
+    const auto found = newcomers_.find(number);
+    if (found == newcomers_.end()) return false;
+    loop_.cancel(found->second.second);
+    newcomers_.erase(found);
+    return true;
+  };
+  // The callbacks belong to the connection: they must not keep it alive.
+  auto self = std::make_shared<std::weak_ptr<Connection>>();
+  auto connection =
+      Connection::make(loop_, std::move(socket), &*tls_, true,
+                       {.received =
+                            [this, self, address, forget](const Json& message) {
+                              const auto mine = self->lock();
+                              forget();
+                              on_message(mine, address, message);
+                            },
+                        .closed =
+                            [this, self, address, forget](const std::string& reason) {
+                              if (forget()) return refuse_stranger(address, reason);
+                              for (const auto& [rank, member] : members_) {
+                                if (member.connection && member.connection == self->lock()) {
+                                  return on_lost(rank, reason);
+                                }
+                              }
+                            }});
+  *self = connection;
+  const auto timer = loop_.after(kProofDeadline, [this, forget, address] {
+    if (forget()) refuse_stranger(address, "it did not prove itself in time");
+  });
+  newcomers_.emplace(number, std::pair(std::move(connection), timer));
+}
+
+void Coordinator::refuse_stranger(const std::string& address, const std::string& reason) {
+  ++num_refused_;
+  if (num_refused_ > kRefusalsShown) return;
+  output_.say(fmt::format("refused {}: {}{}", address, reason,
+                          num_refused_ == kRefusalsShown ? " (no more of these are shown)" : ""));
+}
+
+void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
+                             const std::string& address, const Json& message) {
+  const auto found = std::ranges::find_if(
+      members_, [&](const auto& one) { return one.second.connection == connection; });
+  const std::string type = message.at("type");
+  if (found == members_.end()) {
+    if (type == "hello") {
+      on_hello(connection, message);
+    } else {
+      refuse_stranger(address, "it did not say who it is");
+      connection->close();
+    }
+  } else if (type == "cause") {
+    report(message.at("cause").get<Cause>());
+  } else if (type == "end") {
+    on_end(found->first, message.at("is_ok"));
+  } else if (type == "store") {
+    connection->send({{"type", "answer"},
+                      {"id", message.at("id")},
+                      {"answer", store_.answer(message.at("request"))}});
+  }
+}
+
+// Everybody here knows the secret, so the answer may say what is wrong.
+void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const Json& message) {
+  const int rank = message.at("host_rank");
+  const std::string name = message.at("host");
+  std::string problem;
+  if (message.at("version") != kLinkVersion) {
+    problem = "the launchers are of different versions: install the same lockstep on all hosts";
+  } else if (message.at("num_hosts") != options_.num_hosts) {
+    problem = fmt::format(
+        "host {} was started with --hosts {}, host 0 with --hosts {}: give all the "
+        "same number",
+        rank, message.at("num_hosts").get<int>(), options_.num_hosts);
+  } else if (rank < 1 || rank >= options_.num_hosts) {
+    problem = fmt::format("--host-rank {} is not in 1 to {}", rank, options_.num_hosts - 1);
+  } else if (members_.contains(rank)) {
+    problem = fmt::format("there is a host {} already, {}: give each host a rank of its own", rank,
+                          members_[rank].name);
+  }
+  if (!problem.empty()) {
+    output_.say(fmt::format("refused host {}: {}", name, problem));
+    connection->send({{"type", "refused"}, {"reason", problem}});
+    loop_.after(kProofDeadline, [connection] {});  // lives until the answer has left
+    return;
+  }
+  members_[rank] = {
+      .name = name, .num_ranks = message.at("num_ranks").get<int>(), .connection = connection};
+  if (options_.is_verbose) output_.say(fmt::format("host {} ({}) has come", rank, name));
+  if (static_cast<int>(members_.size()) == options_.num_hosts) start(0);
+}
+
+void Coordinator::start(int generation) {
+  generation_ = generation;
+  cause_.reset();
+  is_ok_ = true;
+  store_.clear();
+  int world_size = 0;
+  for (auto& [_, member] : members_) {
+    member.has_ended = false;
+    world_size += member.num_ranks;
+  }
+  int first_rank = 0;
+  for (auto& [rank, member] : members_) {
+    const Generation its = {generation, first_rank, world_size};
+    first_rank += member.num_ranks;
+    if (member.connection) member.connection->send({{"type", "start"}, {"generation", its}});
+  }
+  // Last: it may fail at once.
+  host_.start({generation, 0, world_size});
+}
+
+void Coordinator::report(const Cause& cause) {
+  if (cause_ || is_finished_) return;
+  cause_ = cause;
+  if (generation_ < 0) return finish(cause);  // nothing runs yet
+  for (auto& [_, member] : members_) {
+    if (member.connection) member.connection->send({{"type", "stop"}, {"cause", cause}});
+  }
+  host_.stop(cause);
+  decide();  // in the pause before a restart, all ranks are gone already
+}
+
+void Coordinator::on_lost(int host_rank, const std::string& reason) {
+  if (is_finished_) return;
+  Member& member = members_[host_rank];
+  member.connection->close();
+  report({.host_rank = host_rank,
+          .host = member.name,
+          .text = fmt::format("was lost: {}", reason),
+          .advice = "See what it said last on that host.",
+          .code = 1,
+          .signal = SIGTERM,
+          .may_restart = false});
+  if (cause_) cause_->may_restart = false;  // whatever began it: with a host missing it ends here
+  on_end(host_rank, false);
+}
+
+void Coordinator::on_end(int host_rank, bool is_ok) {
+  Member& member = members_[host_rank];
+  if (member.has_ended) return;
+  member.has_ended = true;
+  is_ok_ = is_ok_ && is_ok;
+  decide();
+}
+
+// When all hosts are rid of the generation.
+void Coordinator::decide() {
+  if (is_finished_ ||
+      !std::ranges::all_of(members_, [](const auto& one) { return one.second.has_ended; })) {
+    return;
+  }
+  if (is_ok_ && (!cause_ || cause_->is_interrupt)) return finish(std::nullopt);
+  const int restart = generation_ + 1;
+  if (!cause_ || !cause_->may_restart || restart > options_.max_restarts) return finish(cause_);
+  const auto delay = std::chrono::seconds(std::min(30, 1 << std::min(generation_, 5)));
+  for (auto& [_, member] : members_) {
+    if (member.connection) {
+      member.connection->send(
+          {{"type", "restart"}, {"seconds", delay.count()}, {"restart", restart}});
+    }
+  }
+  host_.restart_in(delay, restart);
+  cause_.reset();
+  is_ok_ = false;
+  loop_.after(delay, [this, restart] {
+    if (!is_finished_ && !cause_) start(restart);
+  });
+}
+
+void Coordinator::finish(const std::optional<Cause>& cause) {
+  is_finished_ = true;
+  for (auto& [_, member] : members_) {
+    if (!member.connection) continue;
+    Json message = {{"type", "finish"}, {"cause", nullptr}};
+    if (cause) message["cause"] = *cause;
+    member.connection->send(message);
+  }
+  host_.finish(cause);
+}
+
+void Coordinator::ask_store(const Json& request, std::function<void(const Json&)> reply) {
+  reply(store_.answer(request));
+}
+
+bool Coordinator::is_alone() const {
+  return std::ranges::none_of(members_, [](const auto& one) {
+    return one.second.connection && one.second.connection->is_open();
+  });
+}
+
+// Every second: tells the others that this host is there, and looks whether they are.
+void Coordinator::look_around() {
+  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
+  std::vector<int> silent;
+  for (auto& [rank, member] : members_) {
+    if (!member.connection || !member.connection->is_open()) continue;
+    member.connection->send({{"type", "ping"}});
+    if (EventLoop::Clock::now() - member.connection->last_heard() > kLostAfter) {
+      silent.push_back(rank);
+    }
+  }
+  for (const int rank : silent) {
+    on_lost(rank, fmt::format("it has been silent for {} s", kLostAfter.count()));
+  }
+  if (generation_ >= 0 || is_finished_) return;
+  std::vector<int> missing;
+  for (int rank = 0; rank < options_.num_hosts; ++rank) {
+    if (!members_.contains(rank)) missing.push_back(rank);
+  }
+  if (seconds_since(began_) > 10 && !has_said_who_is_missing_) {
+    has_said_who_is_missing_ = true;
+    output_.say(fmt::format("waiting for host {} of {} at {}:{}", fmt::join(missing, ", "),
+                            options_.num_hosts, options_.master_host, options_.master_port));
+  }
+  if (EventLoop::Clock::now() - began_ < options_.join_timeout) return;
+  report({.host_rank = 0,
+          .host = host_name(),
+          .text = fmt::format("waited {:.0f} s for host {}, in vain", seconds_since(began_),
+                              fmt::join(missing, ", ")),
+          .advice = "Start lockstep run there with the same --master and --hosts, or raise "
+                    "--join-timeout.",
+          .code = 1,
+          .signal = SIGTERM,
+          .may_restart = false});
+}
+
+RemoteLeader::RemoteLeader(EventLoop& loop, Output& output, Host& host, const RunOptions& options)
+    : loop_(loop),
+      output_(output),
+      host_(host),
+      options_(options),
+      tls_(read_secret(options.secret_file)) {
+  host.set_leader(this);
+  connect();
+  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
+}
+
+RemoteLeader::~RemoteLeader() {
+  if (timer_) loop_.cancel(*timer_);
+}
+
+void RemoteLeader::connect() {
+  has_proved_ = false;
+  Fd socket;
+  try {
+    socket = start_connecting(options_.master_host, options_.master_port);
+    if (!socket) last_reason_ = std::strerror(errno);
+  } catch (const Error& error) {  // its name may be known in a moment: pods come up in any order
+    last_reason_ = error.message();
+  }
+  if (!socket) return;
+  connection_ =
+      Connection::make(loop_, std::move(socket), &tls_, false,
+                       {.opened =
+                            [this] {
+                              has_proved_ = true;
+                              connection_->send({{"type", "hello"},
+                                                 {"version", kLinkVersion},
+                                                 {"host_rank", options_.host_rank},
+                                                 {"num_hosts", options_.num_hosts},
+                                                 {"num_ranks", options_.num_ranks},
+                                                 {"host", host_name()}});
+                            },
+                        .received = [this](const Json& message) { on_message(message); },
+                        .closed = [this](const std::string& reason) { on_lost(reason); }});
+}
+
+void RemoteLeader::on_message(const Json& message) {
+  const std::string type = message.at("type");
+  if (type == "start") {
+    has_started_ = true;
+    is_running_ = true;
+    host_.start(message.at("generation").get<Generation>());
+  } else if (type == "stop") {
+    host_.stop(message.at("cause").get<Cause>());
+  } else if (type == "restart") {
+    host_.restart_in(std::chrono::seconds(message.at("seconds").get<int>()),
+                     message.at("restart").get<int>());
+  } else if (type == "finish") {
+    connection_->close();
+    const Json& cause = message.at("cause");
+    host_.finish(cause.is_null() ? std::nullopt : std::optional(cause.get<Cause>()));
+  } else if (type == "answer") {
+    const auto found = questions_.find(message.at("id").get<std::int64_t>());
+    if (found == questions_.end()) return;
+    const auto reply = std::move(found->second);
+    questions_.erase(found);
+    reply(message.at("answer"));
+  } else if (type == "refused") {
+    fail("was refused: " + message.at("reason").get<std::string>(), 2);
+  }
+}
+
+void RemoteLeader::on_lost(const std::string& reason) {
+  if (host_.exit_code()) return;
+  connection_->close();
+  last_reason_ = reason;
+  if (reason.starts_with(kHandshakeFailed)) {
+    return fail(
+        fmt::format("was refused by what answers at {}:{}: it has another secret, or is not "
+                    "host 0 of this job ({})",
+                    options_.master_host, options_.master_port, reason),
+        1);
+  }
+  if (!has_started_ && !has_proved_) return;  // look_around tries again
+  fail(fmt::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
+       1);
+}
+
+// Without host 0 nobody decides: the ranks here stop, then this launcher ends.
+void RemoteLeader::fail(const std::string& text, int code) {
+  if (connection_) connection_->close();
+  lost_ = Cause{.host_rank = options_.host_rank,
+                .host = host_name(),
+                .text = text,
+                .code = code,
+                .signal = SIGTERM,
+                .may_restart = false};
+  host_.stop(*lost_);
+  if (!is_running_) host_.finish(lost_);
+}
+
+void RemoteLeader::report(const Cause& cause) {
+  host_.stop(cause);  // at once, whatever host 0 says
+  if (lost_) return;
+  if (connection_ && has_proved_) {
+    connection_->send({{"type", "cause"}, {"cause", cause}});
+  } else if (!has_started_) {
+    host_.finish(cause);
+  }
+}
+
+void RemoteLeader::report_end(bool is_ok) {
+  is_running_ = false;
+  if (lost_) return host_.finish(lost_);
+  if (connection_) connection_->send({{"type", "end"}, {"is_ok", is_ok}});
+}
+
+void RemoteLeader::ask_store(const Json& request, std::function<void(const Json&)> reply) {
+  if (!connection_ || !connection_->is_open()) return;  // the ranks are stopping anyway
+  const std::int64_t id = num_questions_++;
+  questions_.emplace(id, std::move(reply));
+  connection_->send({{"type", "store"}, {"id", id}, {"request", request}});
+}
+
+void RemoteLeader::look_around() {
+  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
+  if (lost_ || host_.exit_code()) return;
+  const bool is_open = connection_ && connection_->is_open();
+  if (is_open && has_proved_) {
+    connection_->send({{"type", "ping"}});
+    if (EventLoop::Clock::now() - connection_->last_heard() > kLostAfter) {
+      on_lost(fmt::format("it has been silent for {} s", kLostAfter.count()));
+    }
+    return;
+  }
+  if (seconds_since(began_) > std::chrono::duration<double>(options_.join_timeout).count()) {
+    return fail(fmt::format("could not reach host 0 at {}:{} in {:.0f} s: {}", options_.master_host,
+                            options_.master_port, seconds_since(began_), last_reason_),
+                1);
+  }
+  if (seconds_since(began_) > 10 && !has_said_waiting_) {
+    has_said_waiting_ = true;
+    output_.say(fmt::format("waiting for host 0 at {}:{}{}{}", options_.master_host,
+                            options_.master_port, last_reason_.empty() ? "" : ": ", last_reason_));
+  }
+  // One that neither fails nor opens is tried anew as well: packets may have been dropped.
+  if (!is_open || EventLoop::Clock::now() - connection_->last_heard() > kProofDeadline) connect();
+}
+
+}  // namespace lockstep

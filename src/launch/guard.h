@@ -1,0 +1,22 @@
+// Guard: what makes sure that nothing outlives `lockstep run`.
+//
+// The launcher is two processes. The outer one is the one that people see and signal: it passes
+// signals on, and waits. The inner one does the work. Each is told by the kernel when the other
+// dies, even by SIGKILL, and then ends all processes of the job; both adopt orphans, so that ranks'
+// children are found wherever they have gone.
+#pragma once
+
+#include <csignal>
+#include <functional>
+
+namespace lockstep {
+
+// The signals that the launcher listens to: not those that it was started to ignore, as by nohup.
+// They are blocked while `work` runs.
+sigset_t launcher_signals();
+
+// Runs `work` in a process of its own, guarded, and returns what the launcher is to exit with.
+// `work` gets SIGQUIT when it is to end all at once.
+int run_guarded(const std::function<int()>& work);
+
+}  // namespace lockstep

@@ -1,0 +1,290 @@
+#include "launch/host.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/error.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+
+#include "base/env.h"
+#include "launch/rank_command.h"
+
+namespace lockstep {
+namespace {
+
+constexpr auto kSweepDeadline = std::chrono::seconds(5);
+
+// For programs that open a store of their own, as torchrun's do: a port that is free now. Nothing
+// of lockstep uses it, and nobody listens there until such a program does.
+int free_port() {
+  const Fd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  if (::bind(socket.get(), any, size) != 0 || ::getsockname(socket.get(), any, &size) != 0)
+    return 0;
+  return ntohs(address.sin_port);
+}
+
+std::string advice_for(const ExitStatus& status) {
+  switch (status.signal) {
+    case SIGKILL:
+      return "Often that is the kernel's out-of-memory killer: see dmesg.";
+    case SIGBUS:
+      return "Often that is memory that could not be had: see dmesg, and lockstep doctor.";
+    case SIGSEGV:
+    case SIGABRT:
+    case SIGILL:
+    case SIGFPE:
+      return "Run it with a debugger, or allow core files (ulimit -c unlimited).";
+    default:
+      return {};
+  }
+}
+
+}  // namespace
+
+std::map<std::string, std::string> place_variables(const RunOptions& options,
+                                                   const Generation& generation, int local_rank,
+                                                   int master_port) {
+  const bool is_one_host = options.num_hosts == 1;
+  return {{"RANK", std::to_string(generation.first_rank + local_rank)},
+          {"WORLD_SIZE", std::to_string(generation.world_size)},
+          {"LOCAL_RANK", std::to_string(local_rank)},
+          {"LOCAL_WORLD_SIZE", std::to_string(options.num_ranks)},
+          {"GROUP_RANK", std::to_string(options.host_rank)},
+          {"GROUP_WORLD_SIZE", std::to_string(options.num_hosts)},
+          {"MASTER_ADDR", is_one_host ? "127.0.0.1" : options.master_host},
+          {"MASTER_PORT", std::to_string(master_port)},
+          {"TORCHELASTIC_RESTART_COUNT", std::to_string(generation.number)},
+          {"TORCHELASTIC_MAX_RESTARTS", std::to_string(options.max_restarts)}};
+}
+
+Host::Host(EventLoop& loop, Output& output, const RunOptions& options)
+    : loop_(loop), output_(output), options_(options) {
+  nothing_ = Fd(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  if (!nothing_)
+    throw_errno("cannot open /dev/null", "Repair this system: /dev/null must be there.");
+  master_port_ = options.num_hosts == 1 ? free_port() : options.master_port + 1;
+}
+
+void Host::start(const Generation& generation) {
+  generation_ = generation;
+  began_ = Clock::now();
+  cause_.reset();
+  ranks_.clear();
+  is_running_ = true;
+  try {
+    output_.begin(generation.first_rank, options_.num_ranks, generation.world_size,
+                  generation.number);
+    // A fresh one: what the generation before has left in its store is of no use.
+    if (options_.num_hosts == 1) store_ = make_memfd("lockstep-store");
+    const auto shares = split_cores(this_machine(), options_.num_ranks, options_.bind);
+    for (int local = 0; local < options_.num_ranks; ++local) {
+      start_rank(local, shares[static_cast<std::size_t>(local)]);
+    }
+  } catch (const Error& error) {
+    leader_->report({.host_rank = options_.host_rank,
+                     .host = host_name(),
+                     .text = "could not start its ranks: " + error.message(),
+                     .code = 126,
+                     .signal = SIGTERM,
+                     .may_restart = false});
+    if (ranks_.empty()) on_all_ended();
+  }
+  if (options_.is_verbose) {
+    std::vector<pid_t> pids;
+    for (const Rank& rank : ranks_) pids.push_back(rank.pid);
+    output_.say(fmt::format("ranks {} to {} of {}, generation {}, are processes {}",
+                            generation.first_rank, generation.first_rank + options_.num_ranks - 1,
+                            generation.world_size, generation.number, fmt::join(pids, ", ")));
+  }
+}
+
+void Host::start_rank(int local_rank, const Share& share) {
+  Rank rank;
+  rank.number = generation_.first_rank + local_rank;
+  Command command;
+  command.arguments = options_.command;
+  command.variables = place_variables(options_, generation_, local_rank, master_port_);
+  command.removed_variables = {"LOCKSTEP_SECRET"};
+  command.cpus = share.cpus;
+  if (!Environment::of_process().has("OMP_NUM_THREADS")) {
+    command.variables["OMP_NUM_THREADS"] = std::to_string(share.threads);
+  }
+  Fd socket;
+  if (options_.num_hosts == 1) {
+    command.variables["LOCKSTEP_STORE"] = fmt::format("fd:{}", store_.get());
+    command.inherited_fds = {store_.get()};
+  } else {
+    std::array<int, 2> ends{};
+    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) {
+      throw_errno("cannot make a socket", "Raise the limit on open files (ulimit -n).");
+    }
+    socket = Fd(ends[1]);
+    command.variables["LOCKSTEP_STORE"] = fmt::format("launcher:{}", socket.get());
+    command.inherited_fds = {socket.get()};
+    // Answers find the connection that asked, if it is still there.
+    auto mine = std::make_shared<std::weak_ptr<Connection>>();
+    rank.store = Connection::make(loop_, Fd(ends[0]), nullptr, true,
+                                  {.received =
+                                       [this, mine](const Json& request) {
+                                         leader_->ask_store(request, [mine](const Json& answer) {
+                                           if (const auto connection = mine->lock())
+                                             connection->send(answer);
+                                         });
+                                       },
+                                   .closed = [](const std::string&) {}});
+    *mine = rank.store;
+  }
+  // From a terminal only the launcher reads; rank 0 gets what is piped in.
+  if (rank.number != 0 || ::isatty(STDIN_FILENO) == 1) command.stdin_fd = nothing_.get();
+  Pipe out = make_pipe();
+  Pipe err = make_pipe();
+  command.stdout_fd = out.write_end.get();
+  command.stderr_fd = err.write_end.get();
+  rank.pid = spawn(command);
+  output_.attach(rank.number, std::move(out.read_end), std::move(err.read_end));
+  ranks_.push_back(std::move(rank));
+}
+
+void Host::look_for_ends() {
+  if (!is_running_) return;
+  for (Rank& rank : ranks_) {
+    if (rank.end) continue;
+    rank.end = look_at_end(rank.pid);
+    if (rank.end) on_end(rank);
+  }
+  if (std::ranges::all_of(ranks_, [](const Rank& rank) { return rank.end.has_value(); })) {
+    on_all_ended();
+  }
+}
+
+void Host::on_end(Rank& rank) {
+  rank.was_told = cause_.has_value();
+  if (rank.store) rank.store->close();
+  if (rank.end->is_ok() || cause_) return;
+  output_.catch_up(rank.number);
+  leader_->report(cause_at(rank));
+}
+
+Cause Host::cause_at(const Rank& rank) const {
+  return {.host_rank = options_.host_rank,
+          .host = host_name(),
+          .rank = rank.number,
+          .text = fmt::format("(pid {}) {} after {:.1f} s", rank.pid, rank.end->text(),
+                              std::chrono::duration<double>(Clock::now() - began_).count()),
+          .advice = advice_for(*rank.end),
+          .code = rank.end->signal != 0 ? 128 + rank.end->signal : rank.end->code,
+          .last_lines = output_.last_lines(rank.number)};
+}
+
+void Host::on_all_ended() {
+  is_running_ = false;
+  if (kill_timer_) loop_.cancel(*kill_timer_);
+  kill_timer_.reset();
+  // What ranks have started and left behind; the ranks themselves, until now zombies that tell the
+  // others how they ended, go as well.
+  if (!kill_all_children(kSweepDeadline)) {
+    output_.say("some processes of the ranks do not end, not even when killed: see ps");
+  }
+  output_.end();
+  bool is_ok = static_cast<int>(ranks_.size()) == options_.num_ranks;
+  for (const Rank& rank : ranks_) is_ok &= rank.end->is_ok();
+  leader_->report_end(is_ok);
+}
+
+void Host::signal_all(int signal) {
+  for (const Rank& rank : ranks_) {
+    if (!rank.end) ::kill(-rank.pid, signal);
+  }
+}
+
+// Its own children are not asked: a signal such as SIGUSR1 would end them.
+void Host::pass_on(int signal) {
+  for (const Rank& rank : ranks_) {
+    if (!rank.end) ::kill(rank.pid, signal);
+  }
+}
+
+void Host::stop(const Cause& cause) {
+  if (cause_) return;
+  cause_ = cause;
+  if (!is_running_) return;
+  signal_all(cause.signal);
+  signal_all(SIGCONT);  // one that is stopped hears nothing
+  kill_timer_ = loop_.after(options_.stop_grace, [this] {
+    kill_timer_.reset();
+    signal_all(SIGKILL);
+  });
+}
+
+void Host::kill_now() { signal_all(SIGKILL); }
+
+void Host::interrupt(int signal) {
+  if (++num_interrupts_ > 1) return kill_now();
+  leader_->report(
+      {.host_rank = options_.host_rank,
+       .host = host_name(),
+       .text = fmt::format("was told to stop by signal {} ({})", signal, ::strsignal(signal)),
+       .code = 128 + signal,
+       .signal = signal,
+       .is_interrupt = true,
+       .may_restart = false});
+}
+
+std::string Host::describe(const Cause& cause) const {
+  const bool is_here = cause.host_rank == options_.host_rank;
+  const std::string where =
+      options_.num_hosts == 1 ? "" : fmt::format(" of host {} ({})", cause.host_rank, cause.host);
+  std::string text;
+  if (cause.rank >= 0) {
+    text = fmt::format("rank {}{} {}", cause.rank, where, cause.text);
+  } else if (is_here) {
+    text = fmt::format("this launcher {}", cause.text);
+  } else {
+    text = fmt::format("the launcher{} {}", where, cause.text);
+  }
+  text += "." + (cause.advice.empty() ? "" : " " + cause.advice);
+  if (!cause.last_lines.empty()) {
+    text += fmt::format("\n  The last lines of rank {}:\n    {}", cause.rank,
+                        fmt::join(cause.last_lines, "\n    "));
+  }
+  // Ranks that ended by themselves, each with what it said last.
+  constexpr int kShown = 4;
+  constexpr std::size_t kShownLines = 3;
+  int others = 0;
+  for (const Rank& rank : ranks_) {
+    if (!rank.end || rank.end->is_ok() || rank.end->signal != 0 || rank.number == cause.rank)
+      continue;
+    if (++others > kShown) continue;
+    if (others == 1) text += "\n  Because of it:";
+    text += fmt::format("\n    rank {} {}", rank.number, rank.end->text());
+    const auto lines = output_.last_lines(rank.number);
+    const std::size_t from = lines.size() < kShownLines ? 0 : lines.size() - kShownLines;
+    for (std::size_t i = from; i < lines.size(); ++i) text += "\n      " + lines[i];
+  }
+  if (others > kShown) text += fmt::format("\n    and {} more", others - kShown);
+  return text;
+}
+
+void Host::restart_in(std::chrono::milliseconds delay, int restart) {
+  output_.say(fmt::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(*cause_), restart,
+                          options_.max_restarts, std::chrono::duration<double>(delay).count()));
+}
+
+void Host::finish(const std::optional<Cause>& cause) {
+  exit_code_ = cause ? cause->code : 0;
+  if (!cause) return;
+  output_.say(fmt::format("{}\nlockstep: exit code {}", describe(*cause), *exit_code_));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,80 @@
+// Host: the ranks of this host, one generation at a time: starts, watches and stops them.
+//
+// Invariant: when report_end() is called, no process that the ranks have started is left.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/process.h"
+#include "launch/connection.h"
+#include "launch/cores.h"
+#include "launch/job.h"
+#include "launch/output.h"
+#include "launch/run_options.h"
+
+namespace lockstep {
+
+class Host {
+ public:
+  Host(EventLoop& loop, Output& output, const RunOptions& options);
+  void set_leader(Leader* leader) { leader_ = leader; }
+
+  // What the leader says.
+  void start(const Generation& generation);
+  void stop(const Cause& cause);
+  void restart_in(std::chrono::milliseconds delay, int restart);
+  void finish(const std::optional<Cause>& cause);
+
+  // What the user says.
+  void pass_on(int signal);    // to the ranks, no more
+  void interrupt(int signal);  // stops the job; a second time, at once
+  void kill_now();
+
+  void look_for_ends();  // after SIGCHLD
+  std::optional<int> exit_code() const { return exit_code_; }
+
+ private:
+  using Clock = EventLoop::Clock;
+
+  struct Rank {
+    int number = 0;
+    pid_t pid = 0;
+    std::shared_ptr<Connection> store;  // with several hosts
+    std::optional<ExitStatus> end = {};
+    bool was_told = false;  // to stop, before it ended
+  };
+
+  void start_rank(int local_rank, const Share& share);
+  void on_end(Rank& rank);
+  void on_all_ended();
+  void signal_all(int signal);
+  Cause cause_at(const Rank& rank) const;
+  std::string describe(const Cause& cause) const;
+
+  EventLoop& loop_;
+  Output& output_;
+  const RunOptions& options_;
+  Leader* leader_ = nullptr;
+  Fd store_;  // with one host
+  Fd nothing_;
+  int master_port_ = 0;
+  Generation generation_;
+  Clock::time_point began_;
+  std::vector<Rank> ranks_;
+  bool is_running_ = false;
+  std::optional<Cause> cause_;
+  std::optional<EventLoop::Timer> kill_timer_;
+  int num_interrupts_ = 0;
+  std::optional<int> exit_code_;
+};
+
+// The variables by which a launcher tells a rank its place: torchrun's names, and ours.
+std::map<std::string, std::string> place_variables(const RunOptions& options,
+                                                   const Generation& generation, int local_rank,
+                                                   int master_port);
+
+}  // namespace lockstep

@@ -1,0 +1,48 @@
+// The parts of a job, as its launchers speak of them.
+#pragma once
+
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// One start of all ranks. After a failure the next generation may follow.
+struct Generation {
+  int number = 0;
+  int first_rank = 0;  // of this host
+  int world_size = 0;
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, number, first_rank, world_size)
+
+// Why a job has to stop: the first thing that happened.
+struct Cause {
+  int host_rank = 0;
+  std::string host = {};
+  int rank = -1;          // -1: no rank, but the host itself
+  std::string text = {};  // "was killed by signal 9 (Killed) after 3.1 s"
+  std::string advice = {};
+  int code = 1;               // that the launchers exit with
+  int signal = 15;            // that the ranks get
+  bool is_interrupt = false;  // somebody wanted it: no failure if all ranks then exit with 0
+  bool may_restart = true;
+  std::vector<std::string> last_lines = {};
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Cause, host_rank, host, rank, text, advice, code, signal,
+                                   is_interrupt, may_restart, last_lines)
+
+// What decides for all hosts: on the first host itself, on the others a connection to it.
+class Leader {
+ public:
+  virtual ~Leader() = default;
+  // The ranks of this host must stop, or are stopping already, for this reason.
+  virtual void report(const Cause& cause) = 0;
+  // All processes of the generation are gone from this host.
+  virtual void report_end(bool is_ok) = 0;
+  // A rank asks the job's store something.
+  virtual void ask_store(const nlohmann::json& request,
+                         std::function<void(const nlohmann::json&)> reply) = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,43 @@
+// lockstep: the program. `lockstep run` starts a job; see `lockstep --help`.
+
+#include <fmt/format.h>
+#include <lockstep/error.h>
+
+#include <algorithm>
+
+#include "launch/args.h"
+#include "launch/doctor.h"
+#include "launch/guard.h"
+#include "launch/run.h"
+
+int main(int argc, char** argv) try {
+  using namespace lockstep;  // NOLINT: a program
+  const Invocation invocation = parse_arguments({argv + 1, argv + argc});
+  switch (invocation.verb) {
+    case Invocation::Verb::kPrint:
+      fmt::print("{}", invocation.text);
+      return 0;
+    case Invocation::Verb::kDoctor: {
+      const auto findings = examine_machine("");
+      fmt::print("{}", to_text(findings));
+      return std::ranges::any_of(
+                 findings,
+                 [](const Finding& finding) { return finding.kind == Finding::Kind::kProblem; })
+                 ? 1
+                 : 0;
+    }
+    case Invocation::Verb::kRun:
+      if (invocation.run.is_dry) {
+        fmt::print("{}", describe_run(invocation.run));
+        return 0;
+      }
+      return run_guarded([&] { return run(invocation.run); });
+  }
+  return 0;
+} catch (const lockstep::BadArguments& error) {
+  fmt::print(stderr, "lockstep: {} (lockstep --help shows examples)\n", error.what());
+  return 2;
+} catch (const lockstep::Error& error) {
+  fmt::print(stderr, "lockstep: {}\n", error.message());
+  return 1;
+}

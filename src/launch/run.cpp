@@ -1,0 +1,106 @@
+#include "launch/run.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <memory>
+
+#include "launch/coordinator.h"
+#include "launch/guard.h"
+#include "launch/host.h"
+
+namespace lockstep {
+namespace {
+
+constexpr auto kGoodbye = std::chrono::seconds(3);  // for other hosts to hear of the end
+
+}  // namespace
+
+int run(const RunOptions& options) {
+  const sigset_t signals = launcher_signals();
+  const Fd signal_fd(::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
+  if (!signal_fd) throw_errno("cannot watch signals", "Raise the limit on open files (ulimit -n).");
+  EventLoop loop;
+  Output output(loop, options.output);
+  Host host(loop, output, options);
+  bool is_interrupted = false;
+  std::function<void(int)> on_signal;
+  loop.watch(signal_fd.get(), POLLIN, [&](short) {
+    signalfd_siginfo info{};
+    while (::read(signal_fd.get(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
+      on_signal(static_cast<int>(info.ssi_signo));
+    }
+  });
+  on_signal = [&](int signal) {
+    switch (signal) {
+      case SIGCHLD:
+        host.look_for_ends();
+        break;
+      case SIGINT:
+      case SIGTERM:
+      case SIGHUP:
+        is_interrupted = true;
+        if (!host.exit_code()) host.interrupt(signal);
+        break;
+      case SIGQUIT:
+        host.kill_now();
+        is_interrupted = true;
+        if (!host.exit_code()) host.interrupt(SIGKILL);
+        break;
+      case SIGTSTP:
+        host.pass_on(SIGSTOP);
+        break;
+      default:
+        host.pass_on(signal);
+    }
+  };
+  std::unique_ptr<RemoteLeader> remote;
+  std::unique_ptr<Coordinator> coordinator;
+  if (options.host_rank == 0) {
+    coordinator = std::make_unique<Coordinator>(loop, output, host, options);
+  } else {
+    remote = std::make_unique<RemoteLeader>(loop, output, host, options);
+  }
+  while (!host.exit_code()) loop.run_once();
+  const auto goodbye = EventLoop::Clock::now() + kGoodbye;
+  while (coordinator && !coordinator->is_alone() && EventLoop::Clock::now() < goodbye) {
+    loop.run_once(std::chrono::milliseconds(100));
+  }
+  // As long as somebody reads, what the ranks have said is shown to the end.
+  is_interrupted = false;
+  while (!is_interrupted && !(output.out().is_empty() && output.err().is_empty())) loop.run_once();
+  return *host.exit_code();
+}
+
+std::string describe_run(const RunOptions& options) {
+  std::string text;
+  if (options.num_hosts > 1) {
+    text = fmt::format("host {} of {} {} {}:{} (TLS 1.3)\n", options.host_rank, options.num_hosts,
+                       options.host_rank == 0 ? "listens at" : "connects to", options.master_host,
+                       options.master_port);
+  }
+  const auto shares = split_cores(this_machine(), options.num_ranks, options.bind);
+  const Generation generation = {.number = 0, .first_rank = 0, .world_size = options.num_ranks};
+  for (int rank = 0; rank < options.num_ranks; ++rank) {
+    const Share& share = shares[static_cast<std::size_t>(rank)];
+    auto variables = place_variables(options, generation, rank, options.master_port + 1);
+    if (options.num_hosts > 1) {  // known only when all hosts have come
+      variables.erase("RANK");
+      variables.erase("WORLD_SIZE");
+    } else {
+      variables.erase("MASTER_PORT");
+    }
+    const char* const threads = ::getenv("OMP_NUM_THREADS");
+    variables["OMP_NUM_THREADS"] = threads != nullptr ? threads : std::to_string(share.threads);
+    text += fmt::format("local rank {}, {}:", rank,
+                        share.cpus.empty() ? "not bound" : "cpus " + to_cpu_list(share.cpus));
+    for (const auto& [name, value] : variables) text += fmt::format(" {}={}", name, value);
+    text += fmt::format(" {}\n", fmt::join(options.command, " "));
+  }
+  return text;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,33 @@
+// RunOptions: what a person asks of `lockstep run`.
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/cores.h"
+#include "launch/output.h"
+
+namespace lockstep {
+
+struct RunOptions {
+  std::vector<std::string> command = {};  // the program and its arguments
+  int num_ranks = 1;                      // on this host
+  Bind bind = Bind::kCore;
+  OutputOptions output = {};
+  int max_restarts = 0;
+  std::chrono::milliseconds stop_grace = std::chrono::seconds(10);
+  bool is_dry = false;
+  bool is_verbose = false;
+
+  // Several hosts.
+  int num_hosts = 1;
+  int host_rank = 0;
+  std::string master_host = {};
+  int master_port = 0;
+  std::string secret_file = {};
+  std::chrono::milliseconds join_timeout = std::chrono::minutes(5);
+};
+
+}  // namespace lockstep

@@ -1,0 +1,149 @@
+#include "launch/tls.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <openssl/err.h>
+#include <openssl/evp.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/env.h"
+#include "base/posix.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::string_view kIdentity = "lockstep";
+constexpr std::size_t kLeastSecret = 16;
+
+// A pre-shared key is bound to the hash of its cipher suite; this one has SHA-256.
+constexpr const char* kCipher = "TLS_AES_128_GCM_SHA256";
+constexpr std::array<unsigned char, 2> kCipherId = {0x13, 0x01};
+
+[[noreturn]] void fail(const std::string& what) {
+  throw SystemError(
+      {.operation = "launch"}, 0,
+      fmt::format("OpenSSL cannot {}: {}.\nCheck this machine's OpenSSL.", what, last_tls_error()));
+}
+
+const std::string& key_of(SSL* ssl) {
+  return *static_cast<const std::string*>(SSL_CTX_get_app_data(SSL_get_SSL_CTX(ssl)));
+}
+
+// The session that both sides would have if they had met before: it holds the key.
+SSL_SESSION* session_of(SSL* ssl) {
+  SSL_SESSION* const session = SSL_SESSION_new();
+  const std::string& key = key_of(ssl);
+  const SSL_CIPHER* const cipher = SSL_CIPHER_find(ssl, kCipherId.data());
+  if (session == nullptr || cipher == nullptr ||
+      SSL_SESSION_set1_master_key(session, reinterpret_cast<const unsigned char*>(key.data()),
+                                  key.size()) != 1 ||
+      SSL_SESSION_set_cipher(session, cipher) != 1 ||
+      SSL_SESSION_set_protocol_version(session, TLS1_3_VERSION) != 1) {
+    SSL_SESSION_free(session);
+    return nullptr;
+  }
+  return session;
+}
+
+int offer_key(SSL* ssl, const EVP_MD* digest, const unsigned char** identity, std::size_t* size,
+              SSL_SESSION** session) {
+  *session = nullptr;
+  if (digest != nullptr && EVP_MD_get_type(digest) != NID_sha256) return 1;  // not this key's hash
+  *identity = reinterpret_cast<const unsigned char*>(kIdentity.data());
+  *size = kIdentity.size();
+  *session = session_of(ssl);
+  return *session != nullptr ? 1 : 0;
+}
+
+int find_key(SSL* ssl, const unsigned char* identity, std::size_t size, SSL_SESSION** session) {
+  const std::string_view asked(reinterpret_cast<const char*>(identity), size);
+  *session = asked == kIdentity ? session_of(ssl) : nullptr;
+  return 1;
+}
+
+}  // namespace
+
+std::string last_tls_error() {
+  const unsigned long code = ERR_peek_last_error();
+  const char* const reason = code == 0 ? nullptr : ERR_reason_error_string(code);
+  ERR_clear_error();
+  return reason != nullptr ? reason : "no reason is known";
+}
+
+Tls::Tls(std::string_view secret) : context_(SSL_CTX_new(TLS_method()), SSL_CTX_free) {
+  if (!context_) fail("make a TLS context");
+  // Of the right length, whatever the secret's.
+  std::array<unsigned char, EVP_MAX_MD_SIZE> digest{};
+  unsigned int size = 0;
+  const std::string text = "lockstep launcher 1 " + std::string(secret);
+  if (EVP_Digest(text.data(), text.size(), digest.data(), &size, EVP_sha256(), nullptr) != 1) {
+    fail("compute SHA-256");
+  }
+  key_.assign(reinterpret_cast<const char*>(digest.data()), size);
+  SSL_CTX* const context = context_.get();
+  SSL_CTX_set_app_data(context, &key_);
+  SSL_CTX_set_psk_use_session_callback(context, offer_key);
+  SSL_CTX_set_psk_find_session_callback(context, find_key);
+  SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
+  SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_IGNORE_UNEXPECTED_EOF);
+  SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+  SSL_CTX_set_num_tickets(context, 0);
+  if (SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
+      SSL_CTX_set_ciphersuites(context, kCipher) != 1) {
+    fail("speak TLS 1.3");
+  }
+}
+
+Tls::Session Tls::make_session(int socket, bool is_server) const {
+  Session session(SSL_new(context_.get()), SSL_free);
+  if (!session || SSL_set_fd(session.get(), socket) != 1) fail("make a TLS session");
+  if (is_server) {
+    SSL_set_accept_state(session.get());
+  } else {
+    SSL_set_connect_state(session.get());
+  }
+  return session;
+}
+
+std::string read_secret(const std::string& file) {
+  const std::string how =
+      "Make one, and copy it to all hosts: (umask 077; head -c 32 /dev/urandom | "
+      "base64 > ~/.lockstep-secret), then --secret-file ~/.lockstep-secret.";
+  const auto refuse = [&](const std::string& what) {
+    throw UsageError({.operation = "launch"}, what + "\n" + how);
+  };
+  std::string secret;
+  if (file.empty()) {
+    const auto variable = Environment::of_process().get("LOCKSTEP_SECRET");
+    if (!variable) refuse("Several hosts need a common secret, and there is none.");
+    secret = *variable;
+  } else {
+    const Fd fd(::open(file.c_str(), O_RDONLY | O_CLOEXEC));
+    struct stat status {};
+    if (!fd || ::fstat(fd.get(), &status) != 0) {
+      refuse(fmt::format("The secret file {} cannot be read: {}.", file, std::strerror(errno)));
+    }
+    if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
+      refuse(fmt::format("The secret file {} is open to other users (mode {:o}): chmod 600 {}.",
+                         file, status.st_mode & 0777, file));
+    }
+    secret = read_small_file(fmt::format("/proc/self/fd/{}", fd.get()));
+    while (!secret.empty() && std::isspace(static_cast<unsigned char>(secret.back())) != 0) {
+      secret.pop_back();
+    }
+  }
+  if (secret.size() < kLeastSecret) {
+    refuse(fmt::format("The secret has {} characters, and {} are the least.", secret.size(),
+                       kLeastSecret));
+  }
+  return secret;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,432 @@
+// `lockstep run` on one host, as a person types it: what ranks get, what is printed, and how jobs
+// end.
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <thread>
+
+#include "base/posix.h"
+#include "support/job.h"
+#include "support/run_ranks.h"
+
+namespace lockstep::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+std::vector<std::string> sorted_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  std::ranges::sort(lines);
+  return lines;
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// One sentence, and nothing started.
+TEST(Launch, BadArgumentsAreOneSentenceAndExitCode2) {
+  const std::string file = testing::TempDir() + "not-executable";
+  std::ofstream(file) << "no program";
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{}, "say what to do: run, doctor or completion"},
+      {{"dance"}, "dance"},
+      {{"run", "--what", "--", "true"}, "--what"},
+      {{"run", "-n", "0", "--", "true"}, "-n is '0'"},
+      {{"run", "-n", "-3", "--", "true"}, "-n"},
+      {{"run", "-n", "two", "--", "true"}, "-n is 'two'"},
+      {{"run", "-n", "2x", "--", "true"}, "-n is '2x'"},
+      {{"run", "-n"}, "--ranks"},
+      {{"run", "-n", "2", "true"}, "no -- before the program"},
+      {{"run", "-n", "2"}, "no -- before the program"},
+      {{"run", "-n", "2", "--"}, "no program behind --"},
+      {{"run", "--", "no-such-program"},
+       "cannot start 'no-such-program': there is no such program"},
+      {{"run", "--", "./no/such/program"}, "there is no such program"},
+      {{"run", "--", file}, "may not be executed"},
+      {{"run", "--", "/tmp"}, "it is a folder"},
+      {{"run", "--bind", "somehow", "--", "true"}, "--bind"},
+      {{"run", "-n", "2", "--only-rank", "2", "--", "true"}, "ranks are 0 to 1"},
+      {{"run", "--max-restarts", "-1", "--", "true"}, "--max-restarts"},
+      {{"run", "--stop-grace", "soon", "--", "true"}, "--stop-grace"},
+      {{"run", "--hosts", "2", "--", "true"}, "--master"},
+      {{"run", "--hosts", "2", "--host-rank", "2", "--master", "a:1", "--", "true"}, "0 to 1"},
+      {{"run", "--hosts", "2", "--master", "nowhere", "--", "true"}, "HOST:PORT"},
+      {{"run", "--hosts", "2", "--master", "a:99999", "--", "true"}, "HOST:PORT"},
+      {{"run", "--log-dir", file + "/x", "--", "true"}, "--log-dir"}};
+  for (const auto& [arguments, part] : cases) {
+    const JobResult result = run_job(arguments);
+    EXPECT_EQ(result.code, 2) << part;
+    EXPECT_EQ(result.out, "") << part;
+    EXPECT_TRUE(has(result.err, part)) << result.err;
+    EXPECT_TRUE(result.err.starts_with("lockstep: ")) << result.err;
+    EXPECT_EQ(std::ranges::count(result.err, '\n'), 1) << result.err;
+  }
+}
+
+TEST(Launch, HelpVersionAndCompletion) {
+  EXPECT_TRUE(has(run_job({"--help"}).out, "lockstep run -n 4 -- ./train"));
+  EXPECT_TRUE(has(run_job({"run", "--help"}).out, "--max-restarts"));
+  EXPECT_TRUE(has(run_job({"--version"}).out, "lockstep 0."));
+  const JobResult completion = run_job({"completion"});
+  EXPECT_TRUE(has(completion.out, "--max-restarts")) << completion.out;
+  // bash itself has the last word.
+  std::ofstream(testing::TempDir() + "completion.sh")
+      << completion.out << "COMP_WORDS=(lockstep run --max); COMP_CWORD=2; _lockstep\n"
+      << "echo \"${COMPREPLY[*]}\"\n";
+  const JobResult bash =
+      run_job({"run", "-n", "1", "--", "bash", testing::TempDir() + "completion.sh"});
+  EXPECT_EQ(bash.out, "[0] --max-restarts\n") << bash.err;
+}
+
+TEST(Launch, RanksKnowTheirPlace) {
+  const JobResult result = run_job({"run", "-n", "3", "--", "ACTOR", "env RANK", "env WORLD_SIZE",
+                                    "env LOCAL_RANK", "env LOCAL_WORLD_SIZE", "env MASTER_ADDR",
+                                    "env GROUP_RANK", "env TORCHELASTIC_RESTART_COUNT"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(result.err, "");
+  for (int rank = 0; rank < 3; ++rank) {
+    for (const std::string& expected :
+         {fmt::format("[{}] RANK={}\n", rank, rank), fmt::format("[{}] WORLD_SIZE=3\n", rank),
+          fmt::format("[{}] LOCAL_RANK={}\n", rank, rank),
+          fmt::format("[{}] LOCAL_WORLD_SIZE=3\n", rank),
+          fmt::format("[{}] MASTER_ADDR=127.0.0.1\n", rank),
+          fmt::format("[{}] GROUP_RANK=0\n", rank),
+          fmt::format("[{}] TORCHELASTIC_RESTART_COUNT=0\n", rank)}) {
+      EXPECT_TRUE(has(result.out, expected)) << expected << result.out;
+    }
+  }
+}
+
+TEST(Launch, RanksGetTheirShareOfCores) {
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  const JobResult bound = run_job({"run", "-n", "1", "--", "ACTOR", "cpus", "env OMP_NUM_THREADS"});
+  EXPECT_TRUE(has(bound.out, fmt::format("cpus {} ", cores))) << bound.out;
+  if (cores >= 2) {
+    const JobResult two = run_job({"run", "-n", "2", "--", "ACTOR", "cpus"});
+    EXPECT_TRUE(has(two.out, fmt::format("cpus {} ", cores / 2))) << two.out;
+    EXPECT_TRUE(has(two.out, "[0] cpus") && has(two.out, "first 0")) << two.out;
+    const JobResult free = run_job({"run", "-n", "2", "--bind", "none", "--", "ACTOR", "cpus"});
+    EXPECT_TRUE(has(free.out, fmt::format("[0] cpus {} ", cores))) << free.out;
+    EXPECT_TRUE(has(free.out, fmt::format("[1] cpus {} ", cores))) << free.out;
+  }
+  // What the user has set stays.
+  const JobResult set = run_job({"run", "-n", "1", "--", "ACTOR", "env OMP_NUM_THREADS"},
+                                {.variables = {{"OMP_NUM_THREADS", "7"}}});
+  EXPECT_EQ(set.out, "[0] OMP_NUM_THREADS=7\n");
+}
+
+TEST(Launch, RanksInheritNothingElse) {
+  int expected = 4;                    // standard streams, and the store
+  for (int fd = 3; fd < 1024; ++fd) {  // what whoever runs the tests passes on to everybody
+    const int flags = ::fcntl(fd, F_GETFD);
+    expected += flags >= 0 && (flags & FD_CLOEXEC) == 0 ? 1 : 0;
+  }
+  const JobResult result = run_job({"run", "-n", "2", "--", "ACTOR", "fds", "blocked"});
+  EXPECT_EQ(sorted_lines(result.out),
+            (std::vector<std::string>{"[0] blocked 000", fmt::format("[0] fds {}", expected),
+                                      "[1] blocked 000", fmt::format("[1] fds {}", expected)}));
+}
+
+TEST(Launch, OnlyRank0ReadsTheInput) {
+  const JobResult result =
+      run_job({"run", "-n", "2", "--", "ACTOR", "stdin"}, {.input = "first\nsecond\n"});
+  EXPECT_EQ(sorted_lines(result.out),
+            (std::vector<std::string>{"[0] end of input", "[0] read first", "[0] read second",
+                                      "[1] end of input"}));
+}
+
+TEST(Launch, AnyNumberOfRanksStartsAndStops) {
+  const JobResult result = run_job({"run", "-n", "64", "--", "ACTOR", "env RANK"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  const auto lines = sorted_lines(result.out);
+  ASSERT_EQ(lines.size(), 64U);
+  EXPECT_EQ(lines.front(), "[ 0] RANK=0");
+  EXPECT_EQ(lines.back(), "[63] RANK=63");
+}
+
+TEST(Launch, DryRunStartsNothing) {
+  const JobResult result =
+      run_job({"run", "-n", "2", "--dry-run", "--", "ACTOR", "print I was started"});
+  EXPECT_EQ(result.code, 0);
+  EXPECT_TRUE(has(result.out, "local rank 1, ")) << result.out;
+  EXPECT_TRUE(has(result.out, "RANK=1")) << result.out;
+  EXPECT_TRUE(has(result.out, "OMP_NUM_THREADS=")) << result.out;
+  EXPECT_FALSE(has(result.out, "[1]")) << result.out;
+}
+
+TEST(Launch, LinesAreWholeAndSayWhoseTheyAre) {
+  const JobResult result = run_job({"run", "-n", "2", "--", "ACTOR", "raw half a", "sleep 0.05",
+                                    "print  line", "error to the other stream", "raw no end"});
+  EXPECT_EQ(sorted_lines(result.out), (std::vector<std::string>{"[0] half a line", "[0] no end",
+                                                                "[1] half a line", "[1] no end"}));
+  EXPECT_EQ(sorted_lines(result.err),
+            (std::vector<std::string>{"[0] to the other stream", "[1] to the other stream"}));
+}
+
+TEST(Launch, OnlyOneRankIsShownAndAllAreLogged) {
+  const std::string folder = testing::TempDir() + fmt::format("logs-{}", ::getpid());
+  const JobResult result = run_job({"run", "-n", "3", "--only-rank", "1", "--log-dir", folder, "--",
+                                    "ACTOR", "env RANK", "error said"});
+  EXPECT_EQ(result.out, "[1] RANK=1\n");
+  EXPECT_EQ(result.err, "[1] said\n");
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(sorted_lines(read_small_file(fmt::format("{}/rank-{}.log", folder, rank))),
+              (std::vector<std::string>{fmt::format("RANK={}", rank), "said"}));
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Launch, AFailureIsReportedAtTheEnd) {
+  const JobResult result =
+      run_job({"run", "-n", "3", "--", "ACTOR", "@1 lines 30 20", "@1 error the reason",
+               "@1 sleep 0.1", "@1 exit 3", "catch 15 4", "sleep 60"});
+  EXPECT_EQ(result.code, 3);
+  EXPECT_LT(result.seconds, 10);
+  const std::size_t report = result.err.find("lockstep: rank 1 (pid ");
+  ASSERT_NE(report, std::string::npos) << result.err;
+  const std::string text = result.err.substr(report);
+  EXPECT_TRUE(has(text, "exited with code 3 after 0.")) << text;
+  EXPECT_TRUE(has(text, "\n    the reason\n")) << text;
+  EXPECT_TRUE(has(text, "\n    0000000011")) << text;   // 20 lines: from the 12th of 30 on, and the
+  EXPECT_FALSE(has(text, "\n    0000000010")) << text;  // reason
+  EXPECT_TRUE(has(text, "Because of it:\n    rank 0 exited with code 4")) << text;
+  EXPECT_TRUE(text.ends_with("lockstep: exit code 3\n")) << text;
+}
+
+TEST(Launch, ASignalIsNamed) {
+  const JobResult killed = run_job({"run", "-n", "2", "--", "ACTOR", "@0 raise 9", "sleep 60"});
+  EXPECT_EQ(killed.code, 137);
+  EXPECT_TRUE(has(killed.err, "rank 0 (pid ")) << killed.err;
+  EXPECT_TRUE(has(killed.err, "was killed by signal 9 (Killed)")) << killed.err;
+  EXPECT_TRUE(has(killed.err, "out-of-memory")) << killed.err;
+  const JobResult crashed = run_job({"run", "-n", "2", "--", "ACTOR", "@1 raise 11", "sleep 60"});
+  EXPECT_EQ(crashed.code, 139);
+  EXPECT_TRUE(has(crashed.err, "rank 1 (pid ")) << crashed.err;
+}
+
+TEST(Launch, WhoDoesNotStopIsKilledAfterTheGraceTime) {
+  Job job({"run", "-n", "2", "--stop-grace", "0.5", "--", "ACTOR", "ignore 15", "print ready",
+           "@0 sleep 0.2", "@0 exit 1", "sleep 60"});
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(job.wait().code, 1);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  EXPECT_GE(took.count(), 0.5);
+  EXPECT_LT(took.count(), 20);
+  EXPECT_TRUE(job.processes().empty());
+}
+
+TEST(Launch, RanksChildrenGoToo) {
+  for (const char* end : {"exit 0", "exit 1", "raise 9"}) {
+    Job job({"run", "-n", "2", "--", "ACTOR", "daemon", end});
+    job.wait();
+    EXPECT_TRUE(job.processes().empty()) << end;
+  }
+}
+
+TEST(Launch, SignalsReachTheRanks) {
+  {
+    Job job({"run", "-n", "2", "--", "ACTOR", "count 10"});
+    job.wait_for_output("ready", 2);
+    job.signal(SIGUSR1);
+    EXPECT_EQ(job.wait().code, 0);
+    EXPECT_TRUE(has(job.out(), "[0] caught 10") && has(job.out(), "[1] caught 10")) << job.out();
+  }
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    Job job({"run", "-n", "2", "--", "ACTOR", "print ready", "sleep 60"});
+    job.wait_for_output("ready", 2);
+    job.signal(signal);
+    EXPECT_EQ(job.wait().code, 128 + signal) << job.err();
+    EXPECT_TRUE(has(job.err(), "told to stop by signal")) << job.err();
+    EXPECT_TRUE(job.processes().empty());
+  }
+  // Ranks that end well after the signal have done what they were asked to.
+  Job job({"run", "-n", "2", "--", "ACTOR", "catch 15 0", "print ready", "sleep 60"});
+  job.wait_for_output("ready", 2);
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.wait().code, 0) << job.err();
+}
+
+TEST(Launch, ASecondInterruptIsImmediate) {
+  Job job({"run", "-n", "2", "--stop-grace", "600", "--", "ACTOR", "ignore 2", "print ready",
+           "sleep 600"});
+  job.wait_for_output("ready", 2);
+  job.signal(SIGINT);
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_FALSE(job.processes().empty());
+  job.signal(SIGINT);
+  EXPECT_NE(job.wait().code, 0);
+  EXPECT_TRUE(job.processes().empty());
+}
+
+TEST(Launch, RestartsAllWithANewGeneration) {
+  const JobResult result = run_job({"run", "-n", "2", "--max-restarts", "2", "--", "ACTOR",
+                                    "env TORCHELASTIC_RESTART_COUNT", "@1 @gen0 exit 5",
+                                    "@gen0 sleep 60", "print done"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_TRUE(has(result.err, "exited with code 5")) << result.err;
+  EXPECT_TRUE(has(result.err, "restart 1 of 2 in 1 s")) << result.err;
+  EXPECT_TRUE(has(result.out, "[0] TORCHELASTIC_RESTART_COUNT=1")) << result.out;
+  EXPECT_TRUE(has(result.out, "[0] done") && has(result.out, "[1] done")) << result.out;
+  const JobResult never =
+      run_job({"run", "-n", "2", "--max-restarts", "1", "--", "ACTOR", "exit 6"});
+  EXPECT_EQ(never.code, 6);
+  EXPECT_TRUE(has(never.err, "restart 1 of 1")) << never.err;
+  EXPECT_TRUE(never.err.ends_with("lockstep: exit code 6\n")) << never.err;
+}
+
+TEST(Launch, AnInterruptEndsThePauseBeforeARestart) {
+  Job job({"run", "-n", "2", "--max-restarts", "9", "--", "ACTOR", "exit 6"});
+  job.wait_for_output("restart 3 of 9 in 4 s");
+  job.signal(SIGTERM);
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(job.wait().code, 128 + SIGTERM) << job.err();
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(3));
+}
+
+TEST(Launch, JobsRunSideBySide) {
+  std::vector<std::unique_ptr<Job>> jobs;
+  for (int i = 0; i < 10; ++i) {
+    jobs.push_back(std::make_unique<Job>(std::vector<std::string>{
+        "run", "-n", "2", "--", "ACTOR", "sleep 0.3", fmt::format("exit {}", i)}));
+  }
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(jobs[static_cast<std::size_t>(i)]->wait().code, i);
+    EXPECT_TRUE(jobs[static_cast<std::size_t>(i)]->left_files().empty());
+  }
+}
+
+// 64 MB in CI, 1 GB under --soak; the other rank writes in between.
+TEST(Launch, MuchOutputIsNeitherLostNorMixed) {
+  const long lines = soak(64, 1024) * (1L << 20) / 64;
+  JobOptions options;
+  options.deadline = std::chrono::minutes(5);
+  Job job({"run", "-n", "2", "--", "ACTOR", fmt::format("@0 lines {} 64", lines),
+           fmt::format("@1 lines {} 64", lines / 16)},
+          options);
+  ASSERT_EQ(job.wait().code, 0) << job.err();
+  ASSERT_EQ(job.out().size(), static_cast<std::size_t>((lines + lines / 16) * 68));
+  long next[2] = {0, 0};
+  for (std::size_t at = 0; at < job.out().size(); at += 68) {
+    const int rank = job.out()[at + 1] - '0';
+    ASSERT_TRUE(rank == 0 || rank == 1) << at;
+    ASSERT_EQ(std::stol(job.out().substr(at + 4, 10)), next[rank]++) << at;
+    ASSERT_EQ(job.out().substr(at + 14, 54), std::string(53, rank == 0 ? 'a' : 'b') + "\n") << at;
+  }
+}
+
+TEST(Launch, NobodyWaitsForAReaderThatIsGone) {
+  // head ends after one line; the ranks go on, and so does the launcher.
+  Job job({"run", "-n", "1", "--", "bash", "-c",
+           fmt::format("{} run -n 2 -- {} 'lines 100000 64' 'error done' | head -1",
+                       LOCKSTEP_PROGRAM, LOCKSTEP_ACTOR)});
+  EXPECT_EQ(job.wait().code, 0) << job.err();
+  EXPECT_TRUE(has(job.err(), "[0] done") && has(job.err(), "[1] done")) << job.err();
+}
+
+TEST(Launch, OnATerminal) {
+  Job job({"run", "-n", "2", "--", "ACTOR", "bar 10%", "bar 20%", "print ready", "sleep 60"},
+          {.has_terminal = true});
+  job.wait_for_output("ready", 2);
+  EXPECT_TRUE(has(job.out(), "\x1b[31m[0] \x1b[0mready")) << job.out();
+  EXPECT_TRUE(has(job.out(), "\x1b[32m[1] \x1b[0m20%\x1b[K\r")) << job.out();
+  job.type("\x03");  // Ctrl-C
+  EXPECT_EQ(job.wait().code, 130) << job.out();
+  EXPECT_TRUE(has(job.out(), "told to stop by signal 2 (Interrupt)")) << job.out();
+  EXPECT_TRUE(job.processes().empty());
+}
+
+TEST(Launch, CtrlCTwiceOnATerminal) {
+  Job job({"run", "-n", "2", "--stop-grace", "600", "--", "ACTOR", "ignore 2", "print ready",
+           "sleep 600"},
+          {.has_terminal = true});
+  job.wait_for_output("ready", 2);
+  job.type("\x03");
+  job.wait_for_output("^C");
+  std::this_thread::sleep_for(milliseconds(100));
+  job.type("\x03");
+  EXPECT_NE(job.wait().code, 0);
+  EXPECT_TRUE(job.processes().empty());
+}
+
+// Kills one process of a job, of any kind, at any moment: nothing may be left.
+TEST(Launch, RandomDeathsLeaveNothingBehind) {
+  const unsigned seed = std::random_device()();
+  std::mt19937 random(seed);
+  for (int round = 0; round < soak(15, 100); ++round) {
+    Job job({"run", "-n", "3", "--stop-grace", "0.2", "--", "ACTOR", "daemon", "print ready",
+             "sleep 600"});
+    if (round % 3 != 0) job.wait_for_output("ready", 1 + static_cast<int>(random() % 3));
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 20000));
+    const auto processes = job.processes();
+    ASSERT_FALSE(processes.empty());
+    const pid_t victim = processes[random() % processes.size()];
+    ::kill(victim, SIGKILL);
+    // A grandchild's death is its parent's affair; the job is ended another way.
+    std::this_thread::sleep_for(milliseconds(50));
+    if (is_alive(find_process(job.pid()))) job.signal(SIGTERM);
+    EXPECT_NE(job.wait().text(), "exited with code 0") << "seed " << seed << " round " << round;
+    const auto gone = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+    while (!job.processes().empty() && std::chrono::steady_clock::now() < gone) {
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    EXPECT_TRUE(job.processes().empty()) << "seed " << seed << " round " << round;
+    EXPECT_TRUE(job.left_files().empty()) << "seed " << seed << " round " << round;
+  }
+}
+
+TEST(Launch, WaitingCostsNothing) {
+  Job job({"run", "-n", "2", "--", "ACTOR", "print ready", "sleep 2"});
+  job.wait_for_output("ready", 2);
+  std::this_thread::sleep_for(milliseconds(300));
+  const auto usage = [&] {  // ticks of user and system time, and resident bytes, of the launcher
+    long ticks = 0;
+    long bytes = 0;
+    for (const pid_t pid : job.processes()) {
+      if (!has(read_small_file(fmt::format("/proc/{}/cmdline", pid)), "--")) continue;
+      if (!read_small_file(fmt::format("/proc/{}/comm", pid)).starts_with("lockstep")) continue;
+      std::istringstream stat(read_small_file(fmt::format("/proc/{}/stat", pid)));
+      std::string field;
+      for (int i = 1; i <= 15; ++i) {
+        stat >> field;
+        if (i == 14 || i == 15) ticks += std::stol(field);
+      }
+      std::istringstream rollup(read_small_file(fmt::format("/proc/{}/smaps_rollup", pid)));
+      for (std::string line; std::getline(rollup, line);) {
+        if (line.starts_with("Pss:")) bytes += std::stol(line.substr(4)) * 1024;
+      }
+    }
+    return std::pair(ticks, bytes);
+  };
+  const auto [before, bytes] = usage();
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  const auto [after, _] = usage();
+  EXPECT_LE(after - before, 1);
+  EXPECT_GT(bytes, 0);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  EXPECT_LT(bytes, 10 << 20);
+#endif
+  EXPECT_EQ(job.wait().code, 0);
+}
+
+TEST(Doctor, SaysWhatThereIs) {
+  const JobResult result = run_job({"doctor"});
+  EXPECT_TRUE(result.code == 0 || result.code == 1) << result.err;
+  for (const char* subject : {"cores", "cpu quota", "NUMA", "memory", "shared memory", "huge pages",
+                              "open files", "engines", "LibTorch", "addresses"}) {
+    EXPECT_TRUE(has(result.out, subject)) << result.out;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test

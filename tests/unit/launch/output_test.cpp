@@ -1,0 +1,89 @@
+#include "launch/output.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+namespace lockstep {
+namespace {
+
+TEST(LineCutter, GivesOutWholeLines) {
+  LineCutter cutter;
+  std::vector<std::string> lines;
+  const auto keep = [&](std::string_view line, char) { lines.emplace_back(line); };
+  cutter.add("one\ntw", false, keep);
+  EXPECT_EQ(lines, (std::vector<std::string>{"one"}));
+  cutter.add("o\n\nthree", false, keep);
+  EXPECT_EQ(lines, (std::vector<std::string>{"one", "two", ""}));
+  cutter.finish(keep);
+  cutter.finish(keep);
+  EXPECT_EQ(lines, (std::vector<std::string>{"one", "two", "", "three"}));
+}
+
+TEST(LineCutter, AProgressBarIsGivenOutOnTerminalsOnly) {
+  LineCutter bar;
+  std::string seen;
+  const auto keep = [&](std::string_view line, char end) {
+    seen += std::string(line) + (end == '\r' ? "<r>" : "<n>");
+  };
+  bar.add("10%\r20%", true, keep);
+  EXPECT_EQ(seen, "10%<r>");
+  bar.add("\rdone\n", true, keep);
+  EXPECT_EQ(seen, "10%<r>20%<r>done<n>");
+  seen.clear();
+  bar.add("10%\r20%\rdone\n", false, keep);
+  EXPECT_EQ(seen, "10%\r20%\rdone<n>");
+}
+
+TEST(LineCutter, AnEndlessLineIsCut) {
+  LineCutter cutter;
+  std::size_t bytes = 0;
+  int lines = 0;
+  for (int i = 0; i < 100; ++i) {
+    cutter.add(std::string(LineCutter::kLongest / 10, 'x'), false,
+               [&](std::string_view line, char) {
+                 bytes += line.size();
+                 ++lines;
+               });
+  }
+  EXPECT_GE(lines, 8);
+  EXPECT_GE(bytes, 8 * LineCutter::kLongest);
+}
+
+TEST(Printer, NeverWaitsForAReaderAndLosesNothing) {
+  EventLoop loop;
+  Pipe pipe = make_pipe();
+  Printer printer(loop, pipe.write_end.get());
+  std::string expected;
+  bool has_room = false;
+  printer.on_room([&] { has_room = true; });
+  while (!printer.is_full()) {  // far more than a pipe holds
+    const std::string line = "line " + std::to_string(expected.size()) + "\n";
+    printer.write(line);
+    expected += line;
+  }
+  std::string got;
+  while (!printer.is_empty() || got.size() < expected.size()) {
+    char buffer[5000];
+    const ssize_t count = ::read(pipe.read_end.get(), buffer, sizeof buffer);
+    ASSERT_GT(count, 0);
+    got.append(buffer, static_cast<std::size_t>(count));
+    loop.run_once(std::chrono::milliseconds(0));
+  }
+  EXPECT_EQ(got, expected);
+  EXPECT_TRUE(has_room);
+}
+
+TEST(Printer, GoesOnWithoutAReader) {
+  ::signal(SIGPIPE, SIG_IGN);
+  EventLoop loop;
+  Pipe pipe = make_pipe();
+  Printer printer(loop, pipe.write_end.get());
+  pipe.read_end.reset();
+  printer.write("nobody hears this\n");
+  EXPECT_TRUE(printer.is_empty());
+  printer.write("nor this\n");
+  EXPECT_FALSE(printer.is_full());
+}
+
+}  // namespace
+}  // namespace lockstep
