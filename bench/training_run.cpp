@@ -3,7 +3,8 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <lockstep/ddp.h>
-#include <lockstep/lockstep.h>
+#include <lockstep/optim.h>
+#include <lockstep/world.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,7 +16,6 @@
 
 #include "base/env.h"
 #include "base/posix.h"
-#include "fused_adamw.h"
 #include "models.h"
 #include "peers/c10d_reducer.h"
 #include "ranks.h"
@@ -31,7 +31,7 @@ class Training {
   explicit Training(const TrainingRun& run, int rank)
       : workload_(make_workload(run.model, rank)),
         parameters_(workload_.model->parameters()),
-        optimizer_(parameters_) {
+        optimizer_(parameters_, torch::optim::AdamWOptions(1e-4)) {  // and Python's defaults
     if (run.peer == "lockstep" || run.peer == "world_of_one") {
       world_ = World::join({.engine = run.peer == "lockstep" ? "shm" : "auto"});
       ddp_.emplace(workload_.model, *world_);
@@ -71,7 +71,7 @@ class Training {
  private:
   Workload workload_;
   std::vector<at::Tensor> parameters_;
-  FusedAdamW optimizer_;
+  optim::AdamW optimizer_;
   std::optional<World> world_;
   std::optional<DistributedDataParallel> ddp_;
   std::optional<C10dReducer> reducer_;

@@ -1,8 +1,12 @@
 // The one include a program needs.
 #pragma once
 
+#include <lockstep/amp.h>
 #include <lockstep/backend.h>
 #include <lockstep/comm_hook.h>
 #include <lockstep/ddp.h>
 #include <lockstep/error.h>
+#include <lockstep/optim.h>
+#include <lockstep/sampler.h>
+#include <lockstep/seed.h>
 #include <lockstep/world.h>

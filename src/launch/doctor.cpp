@@ -152,7 +152,9 @@ Finding look_at_torch() {
 
 Finding look_at_addresses() {
   ifaddrs* list = nullptr;
-  if (::getifaddrs(&list) != 0) return {"addresses", std::strerror(errno), Kind::kNote, ""};
+  if (::getifaddrs(&list) != 0) {
+    return {"addresses", std::strerror(errno), Kind::kNote, "See what ip address says."};
+  }
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, ::freeifaddrs);
   std::vector<std::string> found;
   for (const ifaddrs* one = list; one != nullptr; one = one->ifa_next) {

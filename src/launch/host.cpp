@@ -158,18 +158,22 @@ void Host::start_rank(int local_rank, const Share& share) {
 
 void Host::look_for_ends() {
   if (!is_running_) return;
+  std::vector<Rank*> ended;
   for (Rank& rank : ranks_) {
     if (rank.end) continue;
     rank.end = look_at_end(rank.pid);
-    if (rank.end) on_end(rank);
+    if (rank.end) ended.push_back(&rank);
   }
+  // Of those that ended together, one that was killed is the likelier cause: others that miss it
+  // end with a code.
+  std::ranges::stable_sort(ended, {}, [](const Rank* rank) { return rank->end->signal == 0; });
+  for (Rank* rank : ended) on_end(*rank);
   if (std::ranges::all_of(ranks_, [](const Rank& rank) { return rank.end.has_value(); })) {
     on_all_ended();
   }
 }
 
 void Host::on_end(Rank& rank) {
-  rank.was_told = cause_.has_value();
   if (rank.store) rank.store->close();
   if (rank.end->is_ok() || cause_) return;
   output_.catch_up(rank.number);

@@ -45,7 +45,6 @@ class Host {
     pid_t pid = 0;
     std::shared_ptr<Connection> store;  // with several hosts
     std::optional<ExitStatus> end = {};
-    bool was_told = false;  // to stop, before it ended
   };
 
   void start_rank(int local_rank, const Share& share);

@@ -8,7 +8,13 @@ namespace lockstep {
 using Json = nlohmann::json;
 using Bytes = std::vector<std::uint8_t>;
 
-Json KeyValue::answer(const Json& request) {
+Json KeyValue::answer(const Json& request) try {
+  return try_to_answer(request);
+} catch (const Json::exception& error) {
+  return {{"error", error.what()}};
+}
+
+Json KeyValue::try_to_answer(const Json& request) {
   const std::string op = request.at("op");
   const auto key = [&] { return request.at("key").get<std::string>(); };
   const auto value = [&](const char* name) -> const Bytes& {

@@ -18,6 +18,8 @@ class KeyValue {
   void clear() { values_.clear(); }
 
  private:
+  nlohmann::json try_to_answer(const nlohmann::json& request);
+
   std::map<std::string, std::vector<std::uint8_t>> values_;
 };
 

@@ -78,7 +78,9 @@ Json LauncherStore::ask(const Json& question) {
   const auto deadline = Clock::now() + kAnswerDeadline;
   send_all(socket, frame, deadline);
   const std::size_t size = frame_size(receive(socket, kFrameHead, deadline));
-  return Json::from_cbor(receive(socket, size, deadline));
+  Json answer = Json::from_cbor(receive(socket, size, deadline));
+  if (answer.is_object()) C10_THROW_ERROR(DistStoreError, answer.at("error").get<std::string>());
+  return answer;
 }
 
 void LauncherStore::set(const std::string& key, const std::vector<std::uint8_t>& value) {

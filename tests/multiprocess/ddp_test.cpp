@@ -199,6 +199,12 @@ const Check WeightsMakeUnevenBatchesOneBatch(
                          }));
         expect_same_bits(world, *model);
       }
+      // A weight is for one step.
+      model->zero_grad();
+      loss_of(model->forward(batch(world.rank()))).backward();
+      expect_gradients(model, mean_gradients(world.size(), [](Net& local, int rank) {
+                         loss_of(local->forward(batch(rank))).backward();
+                       }));
       EXPECT_THROW(ddp.set_weight(-1), UsageError);
       EXPECT_THROW(ddp.set_weight(std::nan("")), UsageError);
     });
@@ -242,6 +248,27 @@ const Check RanksOutOfDataJoinTheOthers("RanksOutOfDataJoinTheOthers", [](const 
   ddp.join();
   expect_same_bits(world, *model);
 });
+
+// What a rank has added up locally when its data ends is not lost: the others' next step has it.
+const Check JoiningTakesLocalGradientsAlong(
+    "JoiningTakesLocalGradientsAlong", [](const World& world) {
+      Net model;
+      DistributedDataParallel ddp(model, world);
+      const auto backward = [](Net& net, int rank) {
+        loss_of(net->forward(batch(rank))).backward();
+      };
+      if (world.rank() == world.size() - 1 && world.size() > 1) {
+        {
+          const auto guard = ddp.no_sync();
+          backward(model, world.rank());
+        }
+        ddp.join();
+        return;
+      }
+      backward(model, world.rank());
+      expect_gradients(model, mean_gradients(world.size(), backward), 1e-5);
+      ddp.join();
+    });
 
 // A parameter used outside and inside of a backward within backward.
 struct Reentrant : torch::autograd::Function<Reentrant> {
@@ -289,6 +316,20 @@ const Check ABackwardWithinBackwardIsAveragedToo(
           cases[i](model, world.rank());
           expect_gradients(model, mean_gradients(world.size(), cases[i]), 1e-5);
           expect_same_bits(world, *model);
+          if (i == 0) continue;
+          // Late gradients have their rank's weight, too: rank r's is r + 1.
+          const double total = world.size() * (world.size() + 1) / 2.0;
+          model->zero_grad();
+          ddp.set_weight(world.rank() + 1);
+          cases[i](model, world.rank());
+          const auto expected = mean_gradients(world.size(), [&](Net& local, int rank) {
+            cases[i](local, rank);
+            for (at::Tensor& parameter : local->parameters()) {
+              if (parameter.grad().defined())
+                parameter.grad().mul_((rank + 1) * world.size() / total);
+            }
+          });
+          expect_gradients(model, expected, 1e-5);
         }
       }
     });
@@ -458,24 +499,27 @@ const Check SparseGradientsStaySparse("SparseGradientsStaySparse", [](const Worl
   };
   Table model;
   DistributedDataParallel ddp(model, world);
-  for (int step = 0; step < 2; ++step) {
+  for (int step = 0; step < 3; ++step) {
+    const auto weight_of = [&](int rank) { return step < 2 ? 1.0 : 2.0 + rank; };
     model->zero_grad();
+    if (step == 2) ddp.set_weight(weight_of(world.rank()));
     backward(model, world.rank());
-    at::Tensor table;
+    at::Tensor table = torch::zeros({20, 4});
     at::Tensor other = torch::zeros({20, 4});
+    double weights = 0;
     for (int rank = 0; rank < world.size(); ++rank) {
       Table local;
       backward(local, rank);
-      const at::Tensor dense = local->table->weight.grad().to_dense();
-      table = rank == 0 ? dense : table + dense;
+      weights += weight_of(rank);
+      table += weight_of(rank) * local->table->weight.grad().to_dense();
       if (local->other->weight.grad().defined())
-        other = other + local->other->weight.grad().to_dense();
+        other += weight_of(rank) * local->other->weight.grad().to_dense();
     }
     EXPECT_TRUE(model->table->weight.grad().is_sparse());
-    EXPECT_TRUE(at::allclose(model->table->weight.grad().to_dense(), table / world.size()));
+    EXPECT_TRUE(at::allclose(model->table->weight.grad().to_dense(), table / weights, 1e-4));
     EXPECT_EQ(model->other->weight.grad().defined(), world.size() > 1);
     if (world.size() > 1) {
-      EXPECT_TRUE(at::allclose(model->other->weight.grad().to_dense(), other / world.size()));
+      EXPECT_TRUE(at::allclose(model->other->weight.grad().to_dense(), other / weights, 1e-4));
     }
     expect_same_bits(world, *model);
   }
@@ -493,6 +537,45 @@ const Check SparseGradientsStaySparse("SparseGradientsStaySparse", [](const Worl
   EXPECT_THROW(DistributedDataParallel({{"weight", weight}}, world, {.sparse = {"wight"}}),
                UsageError);
 });
+
+// Which parameters travel in which order.
+class Witness : public CommHook {
+ public:
+  std::string text() const override { return "witness"; }
+  std::function<void()> start(GradBucket bucket, HookComm& comm) override {
+    names.insert(names.end(), bucket.names.begin(), bucket.names.end());
+    const auto work = comm.all_reduce(bucket.flat);
+    return [work, flat = bucket.flat, size = comm.size()] {
+      work->wait();
+      at::Tensor(flat).div_(size);
+    };
+  }
+  std::vector<std::string> names;
+};
+
+// Parameters are used in another order than they are registered in; and rank 0's order counts.
+const Check TheOrderOfBucketsIsLearntFromRank0(
+    "TheOrderOfBucketsIsLearntFromRank0", [](const World& world) {
+      std::vector<NamedTensor> parameters;
+      for (const char* name : {"a", "b", "c"}) {
+        parameters.push_back({name, torch::full({4}, 2.0).requires_grad_()});
+      }
+      const auto witness = std::make_shared<Witness>();
+      DistributedDataParallel ddp(parameters, world, {.hook = witness});
+      // Gradients come in the reverse of the order of use, which is b, a, c on rank 0.
+      const std::vector<std::size_t> use =
+          world.rank() == 0 ? std::vector<std::size_t>{1, 0, 2} : std::vector<std::size_t>{2, 1, 0};
+      for (int step = 0; step < 2; ++step) {
+        witness->names.clear();
+        at::Tensor value = torch::ones({4});
+        for (const std::size_t one : use) value = (value * parameters[one].tensor).tanh();
+        value.sum().backward();
+        const std::vector<std::string> expected = step == 0 || world.size() == 1
+                                                      ? std::vector<std::string>{"c", "b", "a"}
+                                                      : std::vector<std::string>{"c", "a", "b"};
+        EXPECT_EQ(witness->names, expected) << "step " << step;
+      }
+    });
 
 const Check TiedParametersCountOnce("TiedParametersCountOnce", [](const World& world) {
   struct Tied : torch::nn::Module {

@@ -210,8 +210,8 @@ TEST(Launch, ASignalIsNamed) {
   EXPECT_TRUE(has(killed.err, "rank 0 (pid ")) << killed.err;
   EXPECT_TRUE(has(killed.err, "was killed by signal 9 (Killed)")) << killed.err;
   EXPECT_TRUE(has(killed.err, "out-of-memory")) << killed.err;
-  const JobResult crashed = run_job({"run", "-n", "2", "--", "ACTOR", "@1 raise 11", "sleep 60"});
-  EXPECT_EQ(crashed.code, 139);
+  const JobResult crashed = run_job({"run", "-n", "2", "--", "ACTOR", "@1 raise 6", "sleep 60"});
+  EXPECT_EQ(crashed.code, 134);
   EXPECT_TRUE(has(crashed.err, "rank 1 (pid ")) << crashed.err;
 }
 

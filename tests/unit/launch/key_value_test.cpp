@@ -61,7 +61,7 @@ TEST(KeyValue, RefusesWhatMakesNoSense) {
       Json::array(),
       nullptr};
   for (const Json& question : questions) {
-    EXPECT_THROW(store.answer(question), Json::exception) << question.dump();
+    EXPECT_TRUE(store.answer(question).contains("error")) << question.dump();
   }
   EXPECT_EQ(store.answer({{"op", "get"}, {"key", "a"}}), bytes("text"));
 }

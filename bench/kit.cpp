@@ -1,0 +1,141 @@
+// What surrounds training: optimizers against LibTorch's own, samplers.
+//
+//   build/release/bench/kit [--json]
+//
+// Optimizers take turns on the parameters of the benchmark's models (models.h), one thread; the
+// median step counts. Ratios between rows of one run are results; absolute times are not.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <lockstep/optim.h>
+#include <lockstep/sampler.h>
+#include <torch/nn/utils/clip_grad.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <nlohmann/json.hpp>
+
+#include "models.h"
+
+namespace {
+
+using namespace lockstep;  // NOLINT: a program
+using Clock = std::chrono::steady_clock;
+
+bool is_json = false;
+const bool is_quick = std::getenv("LOCKSTEP_BENCH_QUICK") != nullptr;
+
+double time_ms(const std::function<void()>& call) {
+  const auto start = Clock::now();
+  call();
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+double median(std::vector<double> values) {
+  std::ranges::nth_element(values, values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2));
+  return values[values.size() / 2];
+}
+
+// Both do the same to parameters of their own, in turns.
+void compare(const std::string& what, const std::string& model, int rounds,
+             const std::function<void()>& ours, const std::function<void()>& theirs) {
+  std::vector<double> our_times, their_times;
+  for (int round = 0; round < rounds + 2; ++round) {
+    const double mine = time_ms(ours);
+    const double other = time_ms(theirs);
+    if (round < 2) continue;  // state is made, memory is faulted in
+    our_times.push_back(mine);
+    their_times.push_back(other);
+  }
+  const double mine = median(our_times);
+  const double other = median(their_times);
+  if (is_json) {
+    fmt::print("{}\n", nlohmann::json({{"bench", "kit"},
+                                       {"what", what},
+                                       {"model", model},
+                                       {"lockstep_ms", mine},
+                                       {"libtorch_ms", other},
+                                       {"faster", other / mine}})
+                           .dump());
+  } else {
+    fmt::print(" {:<16}{:<7}{:>14.3f}{:>14.3f}{:>10.2f}\n", what, model, mine, other, other / mine);
+  }
+  std::fflush(stdout);
+}
+
+std::vector<at::Tensor> make_parameters(const std::string& model) {
+  auto parameters = bench::make_workload(model, 0).model->parameters();
+  for (at::Tensor& parameter : parameters) parameter.mutable_grad() = at::randn_like(parameter);
+  return parameters;
+}
+
+template <typename Ours, typename Theirs, typename Options>
+void compare_optimizers(const std::string& what, const std::string& model, int rounds,
+                        const Options& options) {
+  Ours ours(make_parameters(model), options);
+  Theirs theirs(make_parameters(model), options);
+  compare(
+      what, model, rounds, [&] { ours.step(); }, [&] { theirs.step(); });
+}
+
+void draw_samples() {
+  for (const std::size_t size : {std::size_t{60'000}, std::size_t{1'000'000'000}}) {
+    DistributedSampler sampler(size, 0, 2);
+    std::size_t sum = 0;
+    std::size_t count = 0;
+    const double ms = time_ms([&] {
+      while (count < (is_quick ? 100'000U : 20'000'000U)) {
+        const auto batch = sampler.next(64);
+        if (!batch) {
+          sampler.reset();
+          continue;
+        }
+        count += batch->size();
+        sum += batch->front();
+      }
+    });
+    const double rate = static_cast<double>(count) / ms / 1000;
+    if (is_json) {
+      fmt::print("{}\n", nlohmann::json({{"bench", "kit"},
+                                         {"what", "sampler"},
+                                         {"samples", size},
+                                         {"million_indices_per_second", rate},
+                                         {"sum", sum}})
+                             .dump());
+    } else {
+      fmt::print("# A sampler over {} samples draws {:.1f} million indices a second.\n", size,
+                 rate);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  is_json = argc > 1 && std::strcmp(argv[1], "--json") == 0;
+  at::set_num_threads(1);
+  if (!is_json) {
+    fmt::print("#{:<16}{:<7}{:>14}{:>14}{:>10}\n", "what", "model", "lockstep (ms)",
+               "LibTorch (ms)", "faster");
+  }
+  for (const auto& [model, rounds] : std::vector<std::pair<std::string, int>>{
+           {"mlp", 500}, {"cnn", 100}, {"gpt", 30}, {"many", 100}}) {
+    const int times = is_quick ? 2 : rounds;
+    compare_optimizers<optim::AdamW, torch::optim::AdamW>("AdamW", model, times,
+                                                          torch::optim::AdamWOptions(1e-4));
+    compare_optimizers<optim::Adam, torch::optim::Adam>("Adam", model, times,
+                                                        torch::optim::AdamOptions(1e-4));
+    compare_optimizers<optim::SGD, torch::optim::SGD>("SGD", model, times,
+                                                      torch::optim::SGDOptions(1e-4).momentum(0.9));
+    const auto mine = make_parameters(model);
+    const auto others = make_parameters(model);
+    compare(
+        "clip_grad_norm", model, times, [&] { optim::clip_grad_norm(mine, 1e9); },
+        [&] { torch::nn::utils::clip_grad_norm_(others, 1e9); });
+  }
+  draw_samples();
+}

@@ -1,0 +1,99 @@
+// optim: AdamW, Adam and SGD over LibTorch's fused kernels; clipping; schedules of learning rates.
+//
+// The optimizers are torch::optim's own, with their options, groups, state and archives, and
+// another step(): one pass over each parameter instead of one for every operation.
+#pragma once
+
+#include <lockstep/export.h>
+#include <lockstep/world.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace lockstep::optim {
+
+// Throw, as torch::optim's: c10::Error if a learning rate is negative and the like. Gradients must
+// be dense.
+class LOCKSTEP_API AdamW : public torch::optim::AdamW {
+ public:
+  using torch::optim::AdamW::AdamW;
+  at::Tensor step(LossClosure closure = nullptr) override;
+};
+
+class LOCKSTEP_API Adam : public torch::optim::Adam {
+ public:
+  using torch::optim::Adam::Adam;
+  at::Tensor step(LossClosure closure = nullptr) override;
+};
+
+class LOCKSTEP_API SGD : public torch::optim::SGD {
+ public:
+  using torch::optim::SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override;
+};
+
+// Scales all gradients so that the 2-norm of them together is at most `max_norm`; returns what it
+// was. They are read once, and written only if they are too large. With DistributedDataParallel all
+// ranks have the same gradients, so all do the same. Throws: UsageError if max_norm is not
+// positive, or the norm is not finite and `must_be_finite`.
+LOCKSTEP_API double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm,
+                                   bool must_be_finite = false);
+
+// By how much the learning rate is multiplied at a step, from 0.
+using Curve = std::function<double(std::int64_t step)>;
+
+// From `from` to `to` in `steps` steps, then `to`.
+LOCKSTEP_API Curve linear(std::int64_t steps, double from = 1, double to = 0);
+// Half a cosine from 1 to `floor` in `steps` steps, then `floor`.
+LOCKSTEP_API Curve cosine(std::int64_t steps, double floor = 0);
+// Multiplied by `gamma` every `steps` steps.
+LOCKSTEP_API Curve stairs(std::int64_t steps, double gamma = 0.1);
+// Up to 1 and down again, both as cosines; the optimizer's rate is the highest. As Python's
+// OneCycleLR.
+struct OneCycle {
+  double rising = 0.3;       // part of the steps
+  double first = 1.0 / 25;   // at the beginning
+  double last = 1.0 / 25e4;  // at the end
+};
+LOCKSTEP_API Curve one_cycle(std::int64_t steps, const OneCycle& options = {});
+// From 1/steps to 1 in `steps` steps, then `then`, which begins with its step 0.
+LOCKSTEP_API Curve warm_up(
+    std::int64_t steps, Curve then = [](std::int64_t) { return 1.0; });
+
+// The linear scaling rule: with n ranks the batch is n times as large, and so is the rate. Use it
+// with warm_up().
+LOCKSTEP_API double scaled_lr(double base, const World& world);
+
+// Sets the learning rates of all groups of an optimizer, from those that they have now.
+class LOCKSTEP_API Schedule {
+ public:
+  // The optimizer must outlive it. Its rates are set for step 0.
+  Schedule(torch::optim::Optimizer& optimizer, Curve curve);
+
+  void step();  // after the optimizer's
+  std::int64_t steps() const { return steps_; }
+  double lr() const;  // of the first group
+
+  // All that a checkpoint needs; the base rates are in it, as the optimizer's are changed all the
+  // time.
+  struct State {
+    std::int64_t steps = 0;
+    std::vector<double> base_lrs = {};
+  };
+  State state() const { return {steps_, base_lrs_}; }
+  void load_state(const State& state);
+
+ private:
+  void apply();
+
+  torch::optim::Optimizer& optimizer_;
+  Curve curve_;
+  std::vector<double> base_lrs_;
+  std::int64_t steps_ = 0;
+};
+
+}  // namespace lockstep::optim

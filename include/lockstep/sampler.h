@@ -1,0 +1,94 @@
+// Samplers: which samples each rank reads. For torch::data::make_data_loader, and alone.
+//
+// An epoch is one order of all samples, the same on all ranks; rank r takes every size-th of it,
+// beginning with the r-th. So what is left of an epoch does not depend on how many ranks there are:
+// a run resumes exactly at another world size.
+// Threading: copies of a sampler share its state, as a data loader's copy and the program's must;
+// each call is safe from any thread.
+#pragma once
+
+#include <lockstep/export.h>
+#include <lockstep/world.h>
+#include <torch/data/samplers/base.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace lockstep {
+
+enum class SampleOrder {
+  kShuffled,    // by seed and epoch; the same with every compiler and library, in constant memory
+  kAsPython,    // that of Python's DistributedSampler with the same seed, index for index
+  kSequential,  // 0, 1, 2, ...
+};
+
+struct SamplerOptions {
+  SampleOrder order = SampleOrder::kShuffled;
+  std::uint64_t seed = 0;
+  // All ranks take equally many samples. If these do not come out even, the first samples of the
+  // epoch are used again; with drop_last, the last ones are left out.
+  bool drop_last = false;
+};
+
+// Where a run is: what resuming needs. Ranks, and their number, play no part in it.
+struct SamplerState {
+  std::uint64_t seed = 0;
+  std::int64_t epoch = 0;
+  std::int64_t consumed = 0;  // samples of this epoch, by all ranks together
+  bool operator==(const SamplerState&) const = default;
+};
+
+// For training: equally many samples on all ranks, another order in each epoch.
+class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> {
+ public:
+  // Throws: UsageError if there are no samples, or with drop_last fewer than ranks.
+  DistributedSampler(std::size_t num_samples, const World& world,
+                     const SamplerOptions& options = {});
+  DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
+                     const SamplerOptions& options = {});
+
+  // Begins the next epoch if something of this one was drawn, or nothing is left of it. Data
+  // loaders call it in begin(). `num_samples`, if given, is the new size of the data set.
+  void reset(std::optional<std::size_t> num_samples = std::nullopt) override;
+  // This rank's next samples, at most `batch_size`; nothing at the end of the epoch. The n-th batch
+  // has the same size on all ranks.
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
+
+  std::int64_t epoch() const;
+  void set_epoch(std::int64_t epoch);    // from its beginning
+  std::size_t samples_per_rank() const;  // in what is left of the epoch at its last reset
+
+  // The state after what next() has given out. A data loader draws ahead: then say how many samples
+  // of this epoch this rank has really used since the last reset.
+  SamplerState state(std::optional<std::size_t> used = std::nullopt) const;
+  void load_state(const SamplerState& state);
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+// For evaluation: every sample exactly once over all ranks, in order. Ranks may differ by one
+// sample.
+class LOCKSTEP_API EvalSampler : public torch::data::samplers::Sampler<> {
+ public:
+  EvalSampler(std::size_t num_samples, const World& world);
+  EvalSampler(std::size_t num_samples, int rank, int num_ranks);
+
+  void reset(std::optional<std::size_t> num_samples = std::nullopt) override;
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  std::size_t num_samples_;
+  std::size_t rank_;
+  std::size_t num_ranks_;
+  std::size_t next_;
+};
+
+}  // namespace lockstep

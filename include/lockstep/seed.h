@@ -1,0 +1,21 @@
+// Seeds: the same run again, and ranks that do not all draw the same numbers.
+#pragma once
+
+#include <lockstep/export.h>
+#include <lockstep/world.h>
+
+#include <cstdint>
+
+namespace lockstep {
+
+// Seeds LibTorch's generators of this process. Rank 0 gets the seed itself, so its model is that of
+// a single process, whatever the number of ranks, and DistributedDataParallel gives that model to
+// all. The other ranks get seeds of their own: dropout and augmentation differ between ranks, and
+// are the same in each run.
+LOCKSTEP_API void seed_all(std::uint64_t seed, const World& world);
+
+// Whether LibTorch uses only algorithms that give the same bits in each run; those that have none
+// throw.
+LOCKSTEP_API void deterministic(bool is_on);
+
+}  // namespace lockstep

@@ -1,0 +1,228 @@
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <lockstep/sampler.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "data/permutation.h"
+
+namespace lockstep {
+namespace {
+
+void check_place(int rank, int num_ranks) {
+  if (num_ranks >= 1 && rank >= 0 && rank < num_ranks) return;
+  throw UsageError({.operation = "sampler"},
+                   fmt::format("Rank {} of {} was given.\nRanks are 0 to the number of ranks - 1.",
+                               rank, num_ranks));
+}
+
+std::int64_t int_in(torch::serialize::InputArchive& archive, const std::string& name) {
+  at::Tensor value;
+  archive.read(name, value);
+  return value.item<std::int64_t>();
+}
+
+void write_int(torch::serialize::OutputArchive& archive, const std::string& name,
+               std::int64_t value) {
+  archive.write(name, at::tensor(value, at::TensorOptions(at::kLong)));
+}
+
+}  // namespace
+
+struct DistributedSampler::State {
+  // Constant after construction.
+  std::int64_t rank = 0;
+  std::int64_t num_ranks = 1;
+  SamplerOptions options;
+
+  // Guarded by mutex.
+  std::mutex mutex;
+  std::int64_t num_samples = 0;
+  SamplerState begin;                   // of what is left of the epoch
+  std::int64_t drawn = 0;               // by this rank, since then
+  std::vector<std::int64_t> as_python;  // the whole order, only for kAsPython
+
+  std::int64_t count() const {  // of each rank, in what is left
+    const std::int64_t left = num_samples - begin.consumed;
+    return options.drop_last ? left / num_ranks : (left + num_ranks - 1) / num_ranks;
+  }
+
+  void check() const {
+    if (num_samples > 0 && (!options.drop_last || num_samples >= num_ranks)) return;
+    throw UsageError(
+        {.rank = static_cast<int>(rank), .operation = "DistributedSampler"},
+        num_samples == 0
+            ? std::string("The data set has no samples.\nCheck where it is read from.")
+            : fmt::format("The data set has {} samples for {} ranks, and with drop_last none is "
+                          "left.\nUse fewer ranks, or drop_last = false.",
+                          num_samples, num_ranks));
+  }
+
+  void prepare() {
+    as_python.clear();
+    if (options.order != SampleOrder::kAsPython) return;
+    auto generator =
+        at::detail::createCPUGenerator(begin.seed + static_cast<std::uint64_t>(begin.epoch));
+    const at::Tensor order = at::randperm(num_samples, generator, at::TensorOptions(at::kLong));
+    const auto* const first = order.const_data_ptr<std::int64_t>();
+    as_python.assign(first, first + num_samples);
+  }
+};
+
+DistributedSampler::DistributedSampler(std::size_t num_samples, const World& world,
+                                       const SamplerOptions& options)
+    : DistributedSampler(num_samples, world.rank(), world.size(), options) {}
+
+DistributedSampler::DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
+                                       const SamplerOptions& options)
+    : state_(std::make_shared<State>()) {
+  check_place(rank, num_ranks);
+  state_->rank = rank;
+  state_->num_ranks = num_ranks;
+  state_->options = options;
+  state_->num_samples = static_cast<std::int64_t>(num_samples);
+  state_->begin.seed = options.seed;
+  state_->check();
+  state_->prepare();
+}
+
+void DistributedSampler::reset(std::optional<std::size_t> num_samples) {
+  const std::lock_guard lock(state_->mutex);
+  if (num_samples) state_->num_samples = static_cast<std::int64_t>(*num_samples);
+  state_->check();
+  if (state_->drawn > 0 || state_->count() <= 0) {  // begun, or over
+    ++state_->begin.epoch;
+    state_->begin.consumed = 0;
+  }
+  state_->drawn = 0;
+  state_->begin.consumed = std::min(state_->begin.consumed, state_->num_samples);
+  state_->prepare();
+}
+
+std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
+  if (batch_size == 0) {
+    throw UsageError({.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
+                     "A batch of 0 samples was asked for.\nGive a batch size of at least 1.");
+  }
+  const std::lock_guard lock(state_->mutex);
+  State& state = *state_;
+  const std::int64_t left = state.count() - state.drawn;
+  if (left <= 0) return std::nullopt;
+  const auto take = static_cast<std::int64_t>(
+      std::min<std::uint64_t>(batch_size, static_cast<std::uint64_t>(left)));
+  std::vector<std::size_t> indices(static_cast<std::size_t>(take));
+  const Permutation permutation(static_cast<std::uint64_t>(state.num_samples), state.begin.seed,
+                                static_cast<std::uint64_t>(state.begin.epoch));
+  std::int64_t position = state.begin.consumed + state.drawn * state.num_ranks + state.rank;
+  for (std::size_t& index : indices) {
+    const std::int64_t at = position < state.num_samples ? position : position % state.num_samples;
+    switch (state.options.order) {
+      case SampleOrder::kShuffled:
+        index = permutation(static_cast<std::uint64_t>(at));
+        break;
+      case SampleOrder::kAsPython:
+        index = static_cast<std::size_t>(state.as_python[static_cast<std::size_t>(at)]);
+        break;
+      case SampleOrder::kSequential:
+        index = static_cast<std::size_t>(at);
+    }
+    position += state.num_ranks;
+  }
+  state.drawn += take;
+  return indices;
+}
+
+std::int64_t DistributedSampler::epoch() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->begin.epoch;
+}
+
+void DistributedSampler::set_epoch(std::int64_t epoch) {
+  load_state({.seed = state_->begin.seed, .epoch = epoch, .consumed = 0});
+}
+
+std::size_t DistributedSampler::samples_per_rank() const {
+  const std::lock_guard lock(state_->mutex);
+  return static_cast<std::size_t>(state_->count());
+}
+
+SamplerState DistributedSampler::state(std::optional<std::size_t> used) const {
+  const std::lock_guard lock(state_->mutex);
+  const std::int64_t mine = used ? static_cast<std::int64_t>(*used) : state_->drawn;
+  if (mine > state_->count()) {
+    throw UsageError(
+        {.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
+        fmt::format("{} samples were said to be used, but this rank has {} in what is left of the "
+                    "epoch.\nCount the samples since the last reset() or begin().",
+                    mine, state_->count()));
+  }
+  SamplerState result = state_->begin;
+  result.consumed = std::min(result.consumed + mine * state_->num_ranks, state_->num_samples);
+  return result;
+}
+
+void DistributedSampler::load_state(const SamplerState& state) {
+  const std::lock_guard lock(state_->mutex);
+  if (state.epoch < 0 || state.consumed < 0 || state.consumed > state_->num_samples) {
+    throw UsageError(
+        {.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
+        fmt::format("The state says epoch {} with {} samples consumed, but the data set has {}.\n"
+                    "Resume with the data set that the run began with.",
+                    state.epoch, state.consumed, state_->num_samples));
+  }
+  state_->begin = state;
+  state_->drawn = 0;
+  state_->prepare();
+}
+
+void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
+  const SamplerState now = state();
+  write_int(archive, "seed", static_cast<std::int64_t>(now.seed));
+  write_int(archive, "epoch", now.epoch);
+  write_int(archive, "consumed", now.consumed);
+}
+
+void DistributedSampler::load(torch::serialize::InputArchive& archive) {
+  load_state({.seed = static_cast<std::uint64_t>(int_in(archive, "seed")),
+              .epoch = int_in(archive, "epoch"),
+              .consumed = int_in(archive, "consumed")});
+}
+
+EvalSampler::EvalSampler(std::size_t num_samples, const World& world)
+    : EvalSampler(num_samples, world.rank(), world.size()) {}
+
+EvalSampler::EvalSampler(std::size_t num_samples, int rank, int num_ranks)
+    : num_samples_(num_samples),
+      rank_(static_cast<std::size_t>(rank)),
+      num_ranks_(static_cast<std::size_t>(num_ranks)),
+      next_(rank_) {
+  check_place(rank, num_ranks);
+}
+
+void EvalSampler::reset(std::optional<std::size_t> num_samples) {
+  if (num_samples) num_samples_ = *num_samples;
+  next_ = rank_;
+}
+
+std::optional<std::vector<std::size_t>> EvalSampler::next(std::size_t batch_size) {
+  std::vector<std::size_t> indices;
+  for (; next_ < num_samples_ && indices.size() < batch_size; next_ += num_ranks_) {
+    indices.push_back(next_);
+  }
+  if (indices.empty()) return std::nullopt;
+  return indices;
+}
+
+void EvalSampler::save(torch::serialize::OutputArchive& archive) const {
+  write_int(archive, "next", static_cast<std::int64_t>(next_));
+}
+
+void EvalSampler::load(torch::serialize::InputArchive& archive) {
+  next_ = static_cast<std::size_t>(int_in(archive, "next"));
+}
+
+}  // namespace lockstep

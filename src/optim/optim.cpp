@@ -1,0 +1,199 @@
+// Fused steps. Parameters of one group that can go through one call of the kernel are collected
+// into a Batch: same type and device, same number of steps taken.
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <lockstep/optim.h>
+
+#include <cmath>
+#include <map>
+#include <tuple>
+
+namespace lockstep::optim {
+namespace {
+
+using torch::optim::Optimizer;
+
+struct Batch {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> states[3];  // as the kernel names them, by optimizer
+  // Parameters whose memory has gaps go through the kernel as copies.
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+
+  // The kernels walk over memory, so all tensors of a parameter must lie as it does.
+  void add(const at::Tensor& parameter) {
+    at::Tensor target = parameter.detach();
+    if (!target.is_non_overlapping_and_dense()) {
+      target = target.contiguous();
+      copies.emplace_back(parameter.detach(), target);
+    }
+    parameters.push_back(target);
+    gradients.push_back(laid_out_as(target, parameter.grad()));
+  }
+
+  static at::Tensor laid_out_as(const at::Tensor& target, const at::Tensor& source) {
+    if (source.strides() == target.strides() && source.scalar_type() == target.scalar_type()) {
+      return source;
+    }
+    return at::empty_like(target).copy_(source);
+  }
+
+  void finish() const {
+    for (const auto& [parameter, copy] : copies) at::Tensor(parameter).copy_(copy);
+  }
+};
+
+using Key = std::tuple<int, int, int, std::int64_t>;  // type, device, step
+
+Key key_of(const at::Tensor& parameter, std::int64_t step) {
+  return {static_cast<int>(parameter.scalar_type()), static_cast<int>(parameter.device().type()),
+          static_cast<int>(parameter.device().index()), step};
+}
+
+at::Tensor run_closure(const Optimizer::LossClosure& closure) {
+  if (!closure) return {};
+  const at::AutoGradMode enabled(true);
+  return closure();
+}
+
+void refuse_sparse(const at::Tensor& gradient) {
+  if (gradient.layout() == at::kStrided) return;
+  throw UsageError({.operation = "optimizer step"},
+                   "A gradient is sparse, and the fused optimizers take dense ones.\nUse "
+                   "torch::optim::SGD for parameters with sparse gradients.");
+}
+
+// State that was made elsewhere (an archive) may lie otherwise than its parameter.
+at::Tensor state_for(const at::Tensor& target, const at::Tensor& held) {
+  return held.defined() ? Batch::laid_out_as(target, held)
+                        : at::zeros_like(target, target.options());
+}
+
+template <typename State, typename Options, typename Kernel>
+void adam_step(Optimizer& optimizer, const Kernel& kernel) {
+  for (auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const Options&>(group.options());
+    std::map<Key, Batch> batches;
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      refuse_sparse(parameter.grad());
+      auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
+      if (!slot) slot = std::make_unique<State>();
+      auto& state = static_cast<State&>(*slot);
+      state.step(state.step() + 1);
+      Batch& batch = batches[key_of(parameter, state.step())];
+      batch.add(parameter);
+      const at::Tensor& target = batch.parameters.back();
+      state.exp_avg(state_for(target, state.exp_avg()));
+      state.exp_avg_sq(state_for(target, state.exp_avg_sq()));
+      batch.states[0].push_back(state.exp_avg());
+      batch.states[1].push_back(state.exp_avg_sq());
+      if (options.amsgrad()) {
+        state.max_exp_avg_sq(state_for(target, state.max_exp_avg_sq()));
+        batch.states[2].push_back(state.max_exp_avg_sq());
+      }
+    }
+    for (auto& [key, batch] : batches) {
+      const std::vector<at::Tensor> steps(
+          batch.parameters.size(),
+          at::scalar_tensor(static_cast<double>(std::get<3>(key)),
+                            batch.parameters.front().options().dtype(at::kFloat)));
+      kernel(batch, steps, options);
+      batch.finish();
+    }
+  }
+}
+
+}  // namespace
+
+at::Tensor AdamW::step(LossClosure closure) {
+  const at::NoGradGuard no_grad;
+  at::Tensor loss = run_closure(closure);
+  adam_step<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(
+      *this, [](const Batch& batch, const std::vector<at::Tensor>& steps,
+                const torch::optim::AdamWOptions& options) {
+        at::_fused_adamw_(batch.parameters, batch.gradients, batch.states[0], batch.states[1],
+                          batch.states[2], steps, options.lr(), std::get<0>(options.betas()),
+                          std::get<1>(options.betas()), options.weight_decay(), options.eps(),
+                          options.amsgrad(), /*maximize=*/false);
+      });
+  return loss;
+}
+
+at::Tensor Adam::step(LossClosure closure) {
+  const at::NoGradGuard no_grad;
+  at::Tensor loss = run_closure(closure);
+  adam_step<torch::optim::AdamParamState, torch::optim::AdamOptions>(
+      *this, [](const Batch& batch, const std::vector<at::Tensor>& steps,
+                const torch::optim::AdamOptions& options) {
+        at::_fused_adam_(batch.parameters, batch.gradients, batch.states[0], batch.states[1],
+                         batch.states[2], steps, options.lr(), std::get<0>(options.betas()),
+                         std::get<1>(options.betas()), options.weight_decay(), options.eps(),
+                         options.amsgrad(), /*maximize=*/false);
+      });
+  return loss;
+}
+
+at::Tensor SGD::step(LossClosure closure) {
+  using State = torch::optim::SGDParamState;
+  const at::NoGradGuard no_grad;
+  at::Tensor loss = run_closure(closure);
+  for (auto& group : param_groups()) {
+    const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
+    std::map<Key, Batch> batches;  // the "step" is 0 before there is a momentum, then 1
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      refuse_sparse(parameter.grad());
+      auto& slot = state()[parameter.unsafeGetTensorImpl()];
+      const bool is_first = !slot || !static_cast<State&>(*slot).momentum_buffer().defined();
+      Batch& batch = batches[key_of(parameter, is_first ? 0 : 1)];
+      batch.add(parameter);
+      if (options.momentum() == 0) continue;
+      if (!slot) slot = std::make_unique<State>();
+      auto& held = static_cast<State&>(*slot);
+      held.momentum_buffer(state_for(batch.parameters.back(), held.momentum_buffer()));
+      batch.states[0].push_back(held.momentum_buffer());
+    }
+    for (auto& [key, batch] : batches) {
+      at::_fused_sgd_(batch.parameters, batch.gradients, batch.states[0], options.weight_decay(),
+                      options.momentum(), options.lr(), options.dampening(), options.nesterov(),
+                      /*maximize=*/false, /*is_first_step=*/std::get<3>(key) == 0);
+      batch.finish();
+    }
+  }
+  return loss;
+}
+
+double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm,
+                      bool must_be_finite) {
+  if (!(max_norm > 0)) {
+    throw UsageError({.operation = "clip_grad_norm"},
+                     fmt::format("max_norm is {}.\nGive a positive number.", max_norm));
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  }
+  if (gradients.empty()) return 0;
+  double squares = 0;
+  for (const at::Tensor& norm : at::_foreach_norm(gradients, 2)) {
+    const auto value = norm.item<double>();
+    squares += value * value;
+  }
+  const double total = std::sqrt(squares);
+  if (must_be_finite && !std::isfinite(total)) {
+    throw UsageError({.operation = "clip_grad_norm"},
+                     fmt::format("The norm of the gradients is {}.\nLower the learning rate, look "
+                                 "for bad samples, or use GradScaler with fp16.",
+                                 total));
+  }
+  // As Python's: a little less than max_norm, so that rounding does not exceed it.
+  const double scale = max_norm / (total + 1e-6);
+  if (scale < 1) at::_foreach_mul_(gradients, scale);
+  return total;
+}
+
+}  // namespace lockstep::optim

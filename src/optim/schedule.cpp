@@ -1,0 +1,99 @@
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <lockstep/optim.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+namespace lockstep::optim {
+namespace {
+
+void check_steps(const char* curve, std::int64_t steps) {
+  if (steps >= 1) return;
+  throw UsageError({.operation = curve},
+                   fmt::format("{} steps were asked for.\nGive 1 or more.", steps));
+}
+
+// From `from` at 0 to `to` at 1, along half a cosine.
+double ease(double from, double to, double part) {
+  return to + (from - to) * (1 + std::cos(std::numbers::pi * part)) / 2;
+}
+
+}  // namespace
+
+Curve linear(std::int64_t steps, double from, double to) {
+  check_steps("linear", steps);
+  return [=](std::int64_t step) {
+    return from +
+           (to - from) * static_cast<double>(std::min(step, steps)) / static_cast<double>(steps);
+  };
+}
+
+Curve cosine(std::int64_t steps, double floor) {
+  check_steps("cosine", steps);
+  return [=](std::int64_t step) {
+    return ease(1, floor, static_cast<double>(std::min(step, steps)) / static_cast<double>(steps));
+  };
+}
+
+Curve stairs(std::int64_t steps, double gamma) {
+  check_steps("stairs", steps);
+  return [=](std::int64_t step) { return std::pow(gamma, static_cast<double>(step / steps)); };
+}
+
+Curve one_cycle(std::int64_t steps, const OneCycle& options) {
+  check_steps("one_cycle", steps);
+  const double peak = options.rising * static_cast<double>(steps) - 1;
+  const double end = static_cast<double>(steps) - 1;
+  return [=](std::int64_t step) {
+    const auto at = static_cast<double>(std::min(step, steps - 1));
+    if (at <= peak) return peak > 0 ? ease(options.first, 1, at / peak) : 1.0;
+    return end > peak ? ease(1, options.last, (at - peak) / (end - peak)) : options.last;
+  };
+}
+
+Curve warm_up(std::int64_t steps, Curve then) {
+  check_steps("warm_up", steps);
+  return [steps, then = std::move(then)](std::int64_t step) {
+    return step < steps ? static_cast<double>(step + 1) / static_cast<double>(steps)
+                        : then(step - steps);
+  };
+}
+
+double scaled_lr(double base, const World& world) { return base * world.size(); }
+
+Schedule::Schedule(torch::optim::Optimizer& optimizer, Curve curve)
+    : optimizer_(optimizer), curve_(std::move(curve)) {
+  for (const auto& group : optimizer.param_groups()) base_lrs_.push_back(group.options().get_lr());
+  apply();
+}
+
+void Schedule::step() {
+  ++steps_;
+  apply();
+}
+
+double Schedule::lr() const { return base_lrs_.empty() ? 0 : base_lrs_[0] * curve_(steps_); }
+
+void Schedule::load_state(const State& state) {
+  if (state.base_lrs.size() != base_lrs_.size() || state.steps < 0) {
+    throw UsageError(
+        {.operation = "Schedule"},
+        fmt::format("The state has {} learning rates and {} steps, but the optimizer has "
+                    "{} groups.\nLoad the state of a run with the same groups.",
+                    state.base_lrs.size(), state.steps, base_lrs_.size()));
+  }
+  steps_ = state.steps;
+  base_lrs_ = state.base_lrs;
+  apply();
+}
+
+void Schedule::apply() {
+  const double factor = curve_(steps_);
+  for (std::size_t i = 0; i < base_lrs_.size(); ++i) {
+    optimizer_.param_groups()[i].options().set_lr(base_lrs_[i] * factor);
+  }
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,78 @@
+"""Makes kit_golden.json: what Python's samplers, optimizers and schedules do.
+
+    build/venv/bin/python3 tests/golden/make_kit_golden.py > tests/golden/kit_golden.json
+
+Random numbers are drawn by torch with fixed seeds; LibTorch draws the same ones in C++.
+"""
+
+import json
+import warnings
+
+import torch
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DistributedSampler
+
+warnings.filterwarnings("ignore")
+
+
+def sampler_cases():
+    for size, ranks, shuffle, drop_last, epoch, seed in [
+        (10, 3, True, False, 0, 0), (10, 3, True, True, 0, 0), (10, 3, True, False, 5, 7),
+        (3, 8, True, False, 1, 0), (100, 4, False, False, 0, 0), (101, 4, False, True, 2, 3),
+    ]:
+        indices = []
+        for rank in range(ranks):
+            sampler = DistributedSampler(range(size), ranks, rank, shuffle=shuffle, seed=seed,
+                                         drop_last=drop_last)
+            sampler.set_epoch(epoch)
+            indices.append(list(sampler))
+        yield {"size": size, "ranks": ranks, "shuffle": shuffle, "drop_last": drop_last, "epoch": epoch,
+               "seed": seed, "indices": indices}
+
+
+def optimizer_cases():
+    for name, options in [
+        ("AdamW", {"lr": 1e-2}), ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+        ("AdamW", {"lr": 1e-2, "amsgrad": True}), ("Adam", {"lr": 1e-2}),
+        ("Adam", {"lr": 1e-2, "weight_decay": 0.1}), ("SGD", {"lr": 1e-2}),
+        ("SGD", {"lr": 1e-2, "momentum": 0.9}),
+        ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        ("SGD", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
+    ]:
+        torch.manual_seed(1)
+        parameters = [torch.randn(3, 5).requires_grad_(), torch.randn(7).requires_grad_()]
+        optimizer = getattr(torch.optim, name)(parameters, fused=True, **options)
+        values = []
+        for step in range(100):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape)
+            optimizer.step()
+            values.append(sum(parameter.detach().double().sum().item() for parameter in parameters))
+        yield {"name": name, "options": options, "sums": values,
+               "last": [parameter.detach().flatten().tolist() for parameter in parameters]}
+
+
+def schedule_cases():
+    def run(make, steps=40):
+        optimizer = torch.optim.SGD([torch.zeros(1).requires_grad_()], lr=0.5)
+        schedule = make(optimizer)
+        values = []
+        for _ in range(steps):
+            values.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return values
+
+    return {
+        "linear": run(lambda o: schedulers.LinearLR(o, start_factor=1, end_factor=0.1, total_iters=30)),
+        "cosine": run(lambda o: schedulers.CosineAnnealingLR(o, T_max=40, eta_min=0.05)),
+        "stairs": run(lambda o: schedulers.StepLR(o, step_size=7, gamma=0.3)),
+        "one_cycle": run(lambda o: schedulers.OneCycleLR(o, max_lr=0.5, total_steps=41)),
+        "warm_up": run(lambda o: schedulers.SequentialLR(o, [
+            schedulers.LinearLR(o, start_factor=0.1, end_factor=1, total_iters=9),
+            schedulers.CosineAnnealingLR(o, T_max=30)], milestones=[10])),
+    }
+
+
+print(json.dumps({"torch": torch.__version__.split("+")[0], "samplers": list(sampler_cases()),
+                  "optimizers": list(optimizer_cases()), "schedules": schedule_cases()}))
