@@ -9,4 +9,5 @@
 #include <lockstep/optim.h>
 #include <lockstep/sampler.h>
 #include <lockstep/seed.h>
+#include <lockstep/sync_batch_norm.h>
 #include <lockstep/world.h>

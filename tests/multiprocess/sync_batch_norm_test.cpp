@@ -1,0 +1,127 @@
+// SyncBatchNorm equals BatchNorm on one batch made of all ranks': outputs, gradients, running
+// statistics, for layers that the model holds in any way.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <lockstep/ddp.h>
+#include <lockstep/error.h>
+#include <lockstep/sync_batch_norm.h>
+#include <torch/nn.h>
+#include <torch/optim/sgd.h>
+
+#include "support/run_ranks.h"
+
+namespace lockstep {
+namespace {
+
+namespace nn = torch::nn;
+using test::all_passed;
+using test::run_ranks;
+
+struct NetImpl : nn::Module {
+  NetImpl() {
+    register_module("conv", conv);
+    register_module("norm", norm);
+    register_module("rest", rest);
+  }
+  at::Tensor forward(const at::Tensor& input) {
+    return rest->forward(torch::relu(norm(conv(input))).flatten(1));
+  }
+  nn::Conv2d conv{nn::Conv2dOptions(2, 3, 3)};
+  nn::BatchNorm2d norm{nn::BatchNorm2d(nn::BatchNormOptions(3).momentum(0.3))};
+  nn::Sequential rest{nn::Linear(12, 5), nn::BatchNorm1d(5), nn::Linear(5, 1)};
+};
+TORCH_MODULE(Net);
+
+std::int64_t rows_of(int rank) { return 2 + rank; }
+
+at::Tensor rows(int rank, int step) {
+  at::manual_seed(static_cast<std::uint64_t>(100 * step + rank));
+  return at::randn({rows_of(rank), 2, 4, 4}) * (1 + rank) + 3 * rank;
+}
+
+TEST(SyncBatchNorm, EqualsBatchNormOnTheWholeBatch) {
+  EXPECT_TRUE(all_passed(run_ranks(3, [](int rank) {
+    const World world = World::join();
+    at::manual_seed(1);
+    Net model;
+    at::manual_seed(1);
+    Net whole;
+    const SyncBatchNorm sync(model, world);
+    EXPECT_EQ(sync.num_layers(), 2);
+    DistributedDataParallel ddp(model, world, {.buffers = BufferSync::kOff});
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    torch::optim::SGD its_optimizer(whole->parameters(), 0.1);
+    for (int step = 0; step < 4; ++step) {
+      std::vector<at::Tensor> all;
+      std::int64_t before = 0;
+      for (int one = 0; one < world.size(); ++one) {
+        if (one < rank) before += rows_of(one);
+        all.push_back(rows(one, step));
+      }
+      at::Tensor mine = rows(rank, step).requires_grad_();
+      const at::Tensor together = at::cat(all).requires_grad_();
+      optimizer.zero_grad();
+      its_optimizer.zero_grad();
+      const at::Tensor output = model->forward(mine);
+      const at::Tensor expected = whole->forward(together);
+      EXPECT_TRUE(at::allclose(output, expected.narrow(0, before, rows_of(rank)), 1e-4, 1e-5));
+      expected.pow(2).mean().backward();
+      // Ranks have different numbers of rows: each loss is its part of the whole one's mean.
+      (output.pow(2).sum() *
+       (static_cast<double>(world.size()) / static_cast<double>(expected.numel())))
+          .backward();
+      const auto named = model->named_parameters();
+      for (const auto& item : whole->named_parameters()) {
+        EXPECT_TRUE(at::allclose(named[item.key()].grad(), item.value().grad(), 1e-3, 1e-5))
+            << item.key() << " step " << step;
+      }
+      optimizer.step();
+      its_optimizer.step();
+    }
+    const auto buffers = model->named_buffers();
+    for (const auto& item : whole->named_buffers()) {
+      EXPECT_TRUE(at::allclose(buffers[item.key()], item.value(), 1e-3, 1e-5)) << item.key();
+    }
+    ddp.check_replicas();
+    // In eval nothing is synchronised: one rank may do it alone.
+    if (rank == 0) {
+      model->eval();
+      whole->eval();
+      EXPECT_TRUE(at::allclose(model->forward(rows(0, 9)), whole->forward(rows(0, 9)), 1e-3, 1e-4));
+    }
+    world.barrier();
+  })));
+}
+
+TEST(SyncBatchNorm, OthersStayAsTheyAre) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    nn::BatchNorm1d mine(4);
+    nn::BatchNorm1d other(4);
+    const at::Tensor input = at::randn({8, 4}) + rank;
+    const at::Tensor alone = other(input);
+    {
+      const SyncBatchNorm sync(mine, world);
+      EXPECT_TRUE(at::equal(nn::BatchNorm1d(4)(input), alone));
+      EXPECT_FALSE(at::allclose(mine(input), alone));
+      EXPECT_THROW(SyncBatchNorm(mine, world), UsageError);  // twice
+      EXPECT_FALSE(at::allclose(mine(input), alone));
+    }
+    EXPECT_TRUE(at::equal(mine(input), alone));  // it is over
+    nn::BatchNorm1d bare(nn::BatchNormOptions(4).affine(false).track_running_stats(false));
+    EXPECT_THROW(SyncBatchNorm(bare, world), UsageError);
+    nn::BatchNorm1d running(nn::BatchNormOptions(4).affine(false));
+    const SyncBatchNorm by_statistics(running, world);
+    EXPECT_FALSE(at::allclose(running(input), alone));
+  })));
+}
+
+TEST(SyncBatchNorm, AWorldOfOneIsBatchNorm) {
+  nn::BatchNorm1d layer(4);
+  const SyncBatchNorm sync(layer, World::join());
+  EXPECT_EQ(sync.num_layers(), 0);
+}
+
+}  // namespace
+}  // namespace lockstep
