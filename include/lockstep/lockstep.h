@@ -4,6 +4,7 @@
 #include <lockstep/amp.h>
 #include <lockstep/backend.h>
 #include <lockstep/comm_hook.h>
+#include <lockstep/data.h>
 #include <lockstep/ddp.h>
 #include <lockstep/error.h>
 #include <lockstep/optim.h>

@@ -56,6 +56,7 @@ class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> 
   // has the same size on all ranks.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
+  std::size_t num_samples() const;  // of the data set
   std::int64_t epoch() const;
   void set_epoch(std::int64_t epoch);    // from its beginning
   std::size_t samples_per_rank() const;  // in what is left of the epoch at its last reset

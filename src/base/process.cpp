@@ -97,6 +97,7 @@ void become(const Command& command, char** arguments, char** environment,
   ::sigemptyset(&none);
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
   ::signal(SIGPIPE, SIG_DFL);
+  ::signal(SIGTTOU, SIG_DFL);
   ::execvpe(arguments[0], arguments, environment);
 }
 

@@ -71,8 +71,12 @@ Fd listen_at(const std::string& host, int port) {
   return Fd();
 }
 
-Fd start_connecting(const std::string& host, int port) {
-  const Addresses found = find_addresses(host, port);
+Fd start_connecting(const std::string& host, int port, int attempt) {
+  const Addresses all = find_addresses(host, port);
+  int count = 0;
+  for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) ++count;
+  const addrinfo* found = all.get();
+  for (int i = 0; i < attempt % count; ++i) found = found->ai_next;
   Fd socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) return socket;
   const int yes = 1;

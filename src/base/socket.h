@@ -11,8 +11,9 @@ namespace lockstep {
 // free and of this host. Throws SystemError if the name is not known.
 Fd listen_at(const std::string& host, int port);
 
-// A non-blocking socket that is being connected to the name's first address; nothing, with errno,
-// if that cannot even begin. Throws SystemError if the name is not known.
-Fd start_connecting(const std::string& host, int port);
+// A non-blocking socket that is being connected to one of the name's addresses, with each `attempt`
+// to the next; nothing, with errno, if that cannot even begin. Throws SystemError if the name is
+// not known.
+Fd start_connecting(const std::string& host, int port, int attempt = 0);
 
 }  // namespace lockstep

@@ -136,6 +136,11 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
   return indices;
 }
 
+std::size_t DistributedSampler::num_samples() const {
+  const std::lock_guard lock(state_->mutex);
+  return static_cast<std::size_t>(state_->num_samples);
+}
+
 std::int64_t DistributedSampler::epoch() const {
   const std::lock_guard lock(state_->mutex);
   return state_->begin.epoch;

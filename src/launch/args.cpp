@@ -128,7 +128,10 @@ int parse_ranks(const std::string& text) {
 void parse_master(const std::string& text, RunOptions& run) {
   const std::size_t colon = text.rfind(':');
   int port = 0;
-  if (colon != std::string::npos) port = std::atoi(text.c_str() + colon + 1);
+  if (colon != std::string::npos) {
+    const char* const end = text.data() + text.size();
+    if (std::from_chars(text.data() + colon + 1, end, port).ptr != end) port = 0;
+  }
   // The next port is given to programs that open a store of their own.
   if (colon == std::string::npos || colon == 0 || port < 1 || port > 65534) {
     throw BadArguments(fmt::format(

@@ -101,6 +101,10 @@ bool Connection::shake_hands() {
     is_to_wait(result, kHandshakeFailed);
     return false;
   }
+  if (SSL_session_reused(session_.get()) != 1) {  // what OpenSSL calls the use of a shared key
+    lose(fmt::format("{}: the secret was not used", kHandshakeFailed));
+    return false;
+  }
   is_ready_ = true;
   last_heard_ = EventLoop::Clock::now();
   callbacks_.opened();

@@ -40,7 +40,7 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
     throw_errno(fmt::format("cannot listen at {}:{}", options.master_host, options.master_port),
                 "Give --master a free port and an address of this host, the first one.");
   }
-  loop_.watch(listener_.get(), POLLIN, [this](short) { accept_one(); });
+  watch_listener();
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
 }
 
@@ -50,12 +50,22 @@ Coordinator::~Coordinator() {
   for (const auto& [_, newcomer] : newcomers_) loop_.cancel(newcomer.second);
 }
 
+void Coordinator::watch_listener() {
+  loop_.watch(listener_.get(), POLLIN, [this](short) { accept_one(); });
+}
+
 void Coordinator::accept_one() {
   sockaddr_storage from{};
   socklen_t size = sizeof from;
   Fd socket(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&from), &size,
                       SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (!socket) return;  // gone again
+  if (!socket) {
+    if (errno != EMFILE && errno != ENFILE) return;  // gone again
+    // Until descriptors are free, asking again at once would only cost time.
+    loop_.forget(listener_.get());
+    loop_.after(kPingEvery, [this] { watch_listener(); });
+    return;
+  }
   std::array<char, NI_MAXHOST> host{};
   std::array<char, NI_MAXSERV> port{};
   ::getnameinfo(reinterpret_cast<sockaddr*>(&from), size, host.data(), host.size(), port.data(),
@@ -123,6 +133,8 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
     report(message.at("cause").get<Cause>());
   } else if (type == "end") {
     on_end(found->first, message.at("is_ok"));
+  } else if (type == "kill") {
+    kill_all();
   } else if (type == "store") {
     connection->send({{"type", "answer"},
                       {"id", message.at("id")},
@@ -135,7 +147,9 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   const int rank = message.at("host_rank");
   const std::string name = message.at("host");
   std::string problem;
-  if (message.at("version") != kLinkVersion) {
+  if (is_finished_) {
+    problem = "the job has ended";
+  } else if (message.at("version") != kLinkVersion) {
     problem = "the launchers are of different versions: install the same lockstep on all hosts";
   } else if (message.at("num_hosts") != options_.num_hosts) {
     problem = fmt::format(
@@ -156,6 +170,7 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   }
   members_[rank] = {
       .name = name, .num_ranks = message.at("num_ranks").get<int>(), .connection = connection};
+  connection->send({{"type", "welcome"}});
   if (options_.is_verbose) output_.say(fmt::format("host {} ({}) has come", rank, name));
   if (static_cast<int>(members_.size()) == options_.num_hosts) start(0);
 }
@@ -181,7 +196,11 @@ void Coordinator::start(int generation) {
 }
 
 void Coordinator::report(const Cause& cause) {
-  if (cause_ || is_finished_) return;
+  if (is_finished_) return;
+  if (cause_) {  // the first one counts; but who wants the job to stop wants no restart either
+    if (cause.is_interrupt) cause_->may_restart = false;
+    return;
+  }
   cause_ = cause;
   if (generation_ < 0) return finish(cause);  // nothing runs yet
   for (auto& [_, member] : members_) {
@@ -226,11 +245,13 @@ void Coordinator::decide() {
   const auto delay = std::chrono::seconds(std::min(30, 1 << std::min(generation_, 5)));
   for (auto& [_, member] : members_) {
     if (member.connection) {
-      member.connection->send(
-          {{"type", "restart"}, {"seconds", delay.count()}, {"restart", restart}});
+      member.connection->send({{"type", "restart"},
+                               {"seconds", delay.count()},
+                               {"restart", restart},
+                               {"cause", *cause_}});
     }
   }
-  host_.restart_in(delay, restart);
+  host_.restart_in(delay, restart, *cause_);
   cause_.reset();
   is_ok_ = false;
   loop_.after(delay, [this, restart] {
@@ -249,6 +270,13 @@ void Coordinator::finish(const std::optional<Cause>& cause) {
   host_.finish(cause);
 }
 
+void Coordinator::kill_all() {
+  for (auto& [_, member] : members_) {
+    if (member.connection) member.connection->send({{"type", "kill"}});
+  }
+  host_.kill_now();
+}
+
 void Coordinator::ask_store(const Json& request, std::function<void(const Json&)> reply) {
   reply(store_.answer(request));
 }
@@ -263,10 +291,11 @@ bool Coordinator::is_alone() const {
 void Coordinator::look_around() {
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
   std::vector<int> silent;
+  const bool is_in_time = watch_.is_in_time();
   for (auto& [rank, member] : members_) {
     if (!member.connection || !member.connection->is_open()) continue;
     member.connection->send({{"type", "ping"}});
-    if (EventLoop::Clock::now() - member.connection->last_heard() > kLostAfter) {
+    if (is_in_time && EventLoop::Clock::now() - member.connection->last_heard() > kLostAfter) {
       silent.push_back(rank);
     }
   }
@@ -311,10 +340,9 @@ RemoteLeader::~RemoteLeader() {
 }
 
 void RemoteLeader::connect() {
-  has_proved_ = false;
   Fd socket;
   try {
-    socket = start_connecting(options_.master_host, options_.master_port);
+    socket = start_connecting(options_.master_host, options_.master_port, num_attempts_++);
     if (!socket) last_reason_ = std::strerror(errno);
   } catch (const Error& error) {  // its name may be known in a moment: pods come up in any order
     last_reason_ = error.message();
@@ -324,7 +352,6 @@ void RemoteLeader::connect() {
       Connection::make(loop_, std::move(socket), &tls_, false,
                        {.opened =
                             [this] {
-                              has_proved_ = true;
                               connection_->send({{"type", "hello"},
                                                  {"version", kLinkVersion},
                                                  {"host_rank", options_.host_rank},
@@ -338,7 +365,11 @@ void RemoteLeader::connect() {
 
 void RemoteLeader::on_message(const Json& message) {
   const std::string type = message.at("type");
-  if (type == "start") {
+  if (type == "welcome") {
+    has_joined_ = true;
+  } else if (type == "kill") {
+    host_.kill_now();
+  } else if (type == "start") {
     has_started_ = true;
     is_running_ = true;
     host_.start(message.at("generation").get<Generation>());
@@ -346,7 +377,8 @@ void RemoteLeader::on_message(const Json& message) {
     host_.stop(message.at("cause").get<Cause>());
   } else if (type == "restart") {
     host_.restart_in(std::chrono::seconds(message.at("seconds").get<int>()),
-                     message.at("restart").get<int>());
+                     message.at("restart").get<int>(), message.at("cause").get<Cause>());
+    reported_.reset();
   } else if (type == "finish") {
     connection_->close();
     const Json& cause = message.at("cause");
@@ -373,7 +405,7 @@ void RemoteLeader::on_lost(const std::string& reason) {
                     options_.master_host, options_.master_port, reason),
         1);
   }
-  if (!has_started_ && !has_proved_) return;  // look_around tries again
+  if (!has_joined_) return;  // look_around tries again
   fail(fmt::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
        1);
 }
@@ -381,12 +413,13 @@ void RemoteLeader::on_lost(const std::string& reason) {
 // Without host 0 nobody decides: the ranks here stop, then this launcher ends.
 void RemoteLeader::fail(const std::string& text, int code) {
   if (connection_) connection_->close();
-  lost_ = Cause{.host_rank = options_.host_rank,
-                .host = host_name(),
-                .text = text,
-                .code = code,
-                .signal = SIGTERM,
-                .may_restart = false};
+  // What went wrong here before is the better explanation.
+  lost_ = reported_.value_or(Cause{.host_rank = options_.host_rank,
+                                   .host = host_name(),
+                                   .text = text,
+                                   .code = code,
+                                   .signal = SIGTERM,
+                                   .may_restart = false});
   host_.stop(*lost_);
   if (!is_running_) host_.finish(lost_);
 }
@@ -394,11 +427,17 @@ void RemoteLeader::fail(const std::string& text, int code) {
 void RemoteLeader::report(const Cause& cause) {
   host_.stop(cause);  // at once, whatever host 0 says
   if (lost_) return;
-  if (connection_ && has_proved_) {
+  if (!reported_) reported_ = cause;
+  if (connection_ && connection_->is_open() && has_joined_) {
     connection_->send({{"type", "cause"}, {"cause", cause}});
   } else if (!has_started_) {
     host_.finish(cause);
   }
+}
+
+void RemoteLeader::kill_all() {
+  host_.kill_now();
+  if (connection_) connection_->send({{"type", "kill"}});
 }
 
 void RemoteLeader::report_end(bool is_ok) {
@@ -418,9 +457,10 @@ void RemoteLeader::look_around() {
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
   if (lost_ || host_.exit_code()) return;
   const bool is_open = connection_ && connection_->is_open();
-  if (is_open && has_proved_) {
+  const bool is_in_time = watch_.is_in_time();
+  if (is_open && has_joined_) {
     connection_->send({{"type", "ping"}});
-    if (EventLoop::Clock::now() - connection_->last_heard() > kLostAfter) {
+    if (is_in_time && EventLoop::Clock::now() - connection_->last_heard() > kLostAfter) {
       on_lost(fmt::format("it has been silent for {} s", kLostAfter.count()));
     }
     return;

@@ -25,6 +25,18 @@ inline constexpr int kLinkVersion = 1;
 inline constexpr auto kPingEvery = std::chrono::seconds(1);
 inline constexpr auto kLostAfter = std::chrono::seconds(8);
 
+// Whether the launcher itself was held up: then it cannot know who else was silent.
+class OwnWatch {
+ public:
+  bool is_in_time() {
+    const auto now = EventLoop::Clock::now();
+    return now - std::exchange(last_, now) < 3 * kPingEvery;
+  }
+
+ private:
+  EventLoop::Clock::time_point last_ = EventLoop::Clock::now();
+};
+
 class Coordinator : public Leader {
  public:
   // With one host, starts at once; else opens the port and waits for the others.
@@ -33,6 +45,7 @@ class Coordinator : public Leader {
 
   void report(const Cause& cause) override;
   void report_end(bool is_ok) override { on_end(0, is_ok); }
+  void kill_all() override;
   void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
 
   // Whether all other hosts have said goodbye, after the end.
@@ -46,6 +59,7 @@ class Coordinator : public Leader {
     bool has_ended = false;
   };
 
+  void watch_listener();
   void accept_one();
   void refuse_stranger(const std::string& address, const std::string& reason);
   void on_message(const std::shared_ptr<Connection>& connection, const std::string& address,
@@ -72,6 +86,7 @@ class Coordinator : public Leader {
   std::map<int, Member> members_;  // by host rank
   KeyValue store_;
   std::optional<EventLoop::Timer> timer_;
+  OwnWatch watch_;
   int generation_ = -1;  // none has started
   bool is_ok_ = true;    // all ranks of this generation have exited with 0 so far
   bool is_finished_ = false;
@@ -86,6 +101,7 @@ class RemoteLeader : public Leader {
 
   void report(const Cause& cause) override;
   void report_end(bool is_ok) override;
+  void kill_all() override;
   void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
 
  private:
@@ -102,16 +118,19 @@ class RemoteLeader : public Leader {
   Tls tls_;
   std::shared_ptr<Connection> connection_;
   EventLoop::Clock::time_point began_ = EventLoop::Clock::now();
-  bool has_proved_ = false;  // the other side knows the secret
+  int num_attempts_ = 0;
+  bool has_joined_ = false;  // host 0 has said welcome
   bool has_started_ = false;
   bool has_said_waiting_ = false;
   std::string last_reason_;
+  std::optional<Cause> reported_;  // of this generation
   std::optional<Cause>
       lost_;  // what to finish with when the ranks are gone: nobody decides any more
   bool is_running_ = false;
   std::map<std::int64_t, std::function<void(const Json&)>> questions_;
   std::int64_t num_questions_ = 0;
   std::optional<EventLoop::Timer> timer_;
+  OwnWatch watch_;
 };
 
 }  // namespace lockstep

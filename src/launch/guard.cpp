@@ -24,6 +24,12 @@ constexpr int kImpatience = 5;  // seconds that an interrupted launcher may take
   ::setpgid(0, 0);
   ::signal(SIGTTOU, SIG_IGN);  // and it may still write there
   ::signal(SIGPIPE, SIG_IGN);
+  // Whatever it was started to ignore: this is how it learns that the guard is dead.
+  ::signal(SIGQUIT, SIG_DFL);
+  sigset_t quit;
+  ::sigemptyset(&quit);
+  ::sigaddset(&quit, SIGQUIT);
+  ::sigprocmask(SIG_BLOCK, &quit, nullptr);
   ::prctl(PR_SET_PDEATHSIG, SIGQUIT);
   if (::getppid() != guard) ::_exit(1);
   adopt_orphans();
@@ -82,8 +88,11 @@ int run_guarded(const std::function<int()>& work) {
     const int signal =
         interrupts < 2 ? ::sigwaitinfo(&signals, &info) : ::sigtimedwait(&signals, &info, &pause);
     const auto now = std::chrono::steady_clock::now();
-    if (signal > 0 && signal != SIGCHLD) ::kill(worker, signal);
-    if (signal == SIGINT || signal == SIGTERM || signal == SIGHUP) {
+    // A terminal that is closed, and some batch systems, say so twice.
+    const bool is_echo = (signal == SIGTERM || signal == SIGHUP) && interrupts > 0 &&
+                         now - last_interrupt < std::chrono::seconds(1);
+    if (signal > 0 && signal != SIGCHLD && !is_echo) ::kill(worker, signal);
+    if ((signal == SIGINT || signal == SIGTERM || signal == SIGHUP) && !is_echo) {
       ++interrupts;
       last_interrupt = now;
     }

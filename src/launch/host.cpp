@@ -158,6 +158,7 @@ void Host::start_rank(int local_rank, const Share& share) {
 
 void Host::look_for_ends() {
   if (!is_running_) return;
+  reap_orphans();
   std::vector<Rank*> ended;
   for (Rank& rank : ranks_) {
     if (rank.end) continue;
@@ -170,6 +171,18 @@ void Host::look_for_ends() {
   for (Rank* rank : ended) on_end(*rank);
   if (std::ranges::all_of(ranks_, [](const Rank& rank) { return rank.end.has_value(); })) {
     on_all_ended();
+  }
+}
+
+// What ranks have left behind ends, too, and must not fill the table of processes. Ranks themselves
+// stay zombies, so that others can see how they ended; the first of them ends the search.
+void Host::reap_orphans() const {
+  while (true) {
+    siginfo_t info{};
+    if (::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) return;
+    const auto is_it = [&](const Rank& rank) { return rank.pid == info.si_pid; };
+    if (std::ranges::any_of(ranks_, is_it)) return;
+    ::waitpid(info.si_pid, nullptr, WNOHANG);
   }
 }
 
@@ -225,16 +238,24 @@ void Host::stop(const Cause& cause) {
   if (!is_running_) return;
   signal_all(cause.signal);
   signal_all(SIGCONT);  // one that is stopped hears nothing
-  kill_timer_ = loop_.after(options_.stop_grace, [this] {
-    kill_timer_.reset();
-    signal_all(SIGKILL);
+  kill_timer_ = loop_.after(options_.stop_grace, [this] { kill_now(); });
+}
+
+void Host::kill_now() {
+  if (!is_running_) return;
+  signal_all(SIGKILL);
+  if (kill_timer_) loop_.cancel(*kill_timer_);
+  // One that the kernel cannot end, as it waits for a dead file server, holds up nobody.
+  kill_timer_ = loop_.after(kSweepDeadline, [this] {
+    for (Rank& rank : ranks_) {
+      if (!rank.end) rank.end = ExitStatus{.code = 0, .signal = SIGKILL};
+    }
+    on_all_ended();
   });
 }
 
-void Host::kill_now() { signal_all(SIGKILL); }
-
 void Host::interrupt(int signal) {
-  if (++num_interrupts_ > 1) return kill_now();
+  if (++num_interrupts_ > 1) return leader_->kill_all();
   leader_->report(
       {.host_rank = options_.host_rank,
        .host = host_name(),
@@ -280,8 +301,8 @@ std::string Host::describe(const Cause& cause) const {
   return text;
 }
 
-void Host::restart_in(std::chrono::milliseconds delay, int restart) {
-  output_.say(fmt::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(*cause_), restart,
+void Host::restart_in(std::chrono::milliseconds delay, int restart, const Cause& cause) {
+  output_.say(fmt::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(cause), restart,
                           options_.max_restarts, std::chrono::duration<double>(delay).count()));
 }
 

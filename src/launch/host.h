@@ -26,7 +26,7 @@ class Host {
   // What the leader says.
   void start(const Generation& generation);
   void stop(const Cause& cause);
-  void restart_in(std::chrono::milliseconds delay, int restart);
+  void restart_in(std::chrono::milliseconds delay, int restart, const Cause& cause);
   void finish(const std::optional<Cause>& cause);
 
   // What the user says.
@@ -48,6 +48,7 @@ class Host {
   };
 
   void start_rank(int local_rank, const Share& share);
+  void reap_orphans() const;
   void on_end(Rank& rank);
   void on_all_ended();
   void signal_all(int signal);

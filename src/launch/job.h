@@ -38,6 +38,8 @@ class Leader {
   virtual ~Leader() = default;
   // The ranks of this host must stop, or are stopping already, for this reason.
   virtual void report(const Cause& cause) = 0;
+  // All ranks of all hosts are to be killed at once.
+  virtual void kill_all() = 0;
   // All processes of the generation are gone from this host.
   virtual void report_end(bool is_ok) = 0;
   // A rank asks the job's store something.

@@ -1,5 +1,6 @@
 // lockstep: the program. `lockstep run` starts a job; see `lockstep --help`.
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <lockstep/error.h>
 
@@ -12,6 +13,10 @@
 
 int main(int argc, char** argv) try {
   using namespace lockstep;  // NOLINT: a program
+  // A standard stream that is closed would be taken by the next descriptor that is opened.
+  for (int fd = 0; fd < 3; ++fd) {
+    if (::fcntl(fd, F_GETFD) < 0) (void)::open("/dev/null", O_RDWR);
+  }
   const Invocation invocation = parse_arguments({argv + 1, argv + argc});
   switch (invocation.verb) {
     case Invocation::Verb::kPrint:

@@ -23,7 +23,13 @@ bool is_ready(int fd, short events) {
 
 }  // namespace
 
-Printer::Printer(EventLoop& loop, int fd) : loop_(loop), fd_(fd), is_terminal_(::isatty(fd) == 1) {}
+Printer::Printer(EventLoop& loop, int fd) : loop_(loop), fd_(fd), is_terminal_(::isatty(fd) == 1) {
+  if (!is_terminal_) return;
+  // poll(2) says that a terminal has room when it has room for one byte.
+  own_ = Fd(::open(fmt::format("/proc/self/fd/{}", fd).c_str(),
+                   O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
+  if (own_) fd_ = own_.get();
+}
 
 Printer::~Printer() { loop_.forget(fd_); }
 
@@ -41,6 +47,7 @@ void Printer::write_some() {
     const std::size_t size = std::min<std::size_t>(pending_.size() - written_, PIPE_BUF);
     const ssize_t count = ::write(fd_, pending_.data() + written_, size);
     if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && errno == EAGAIN) break;
     if (count < 0) {  // nobody reads any more: the job goes on without
       loop_.forget(fd_);
       fd_ = -1;
@@ -62,28 +69,27 @@ void Printer::write_some() {
 
 void LineCutter::add(std::string_view text, bool is_bar_cut, const Emit& emit) {
   while (!text.empty()) {
+    const bool was_after_bar = std::exchange(is_after_bar_, false);
     const std::size_t end = is_bar_cut ? text.find_first_of("\r\n") : text.find('\n');
-    const std::string_view part = text.substr(0, end);
-    if (end != std::string_view::npos && partial_.empty()) {
-      emit(part, text[end]);  // the usual case, without a copy
-    } else {
-      partial_ += part;
-      if (end != std::string_view::npos) {
-        emit(partial_, text[end]);
-        partial_.clear();
-      } else if (partial_.size() >= kLongest) {
-        emit(partial_, '\n');
-        partial_.clear();
-      }
+    partial_ += text.substr(0, end);
+    if (end == std::string_view::npos) {
+      if (partial_.size() < kLongest) return;
+      emit(partial_, End::kLine);
+      partial_.clear();
+      return;
     }
-    if (end == std::string_view::npos) return;
+    is_after_bar_ = text[end] == '\r';
+    emit(partial_, is_after_bar_                       ? End::kBar
+                   : was_after_bar && partial_.empty() ? End::kAfterBar
+                                                       : End::kLine);
+    partial_.clear();
     text.remove_prefix(end + 1);
   }
 }
 
 void LineCutter::finish(const Emit& emit) {
   if (partial_.empty()) return;
-  emit(partial_, '\n');
+  emit(partial_, End::kLine);
   partial_.clear();
 }
 
@@ -93,7 +99,9 @@ Output::Output(EventLoop& loop, OutputOptions options)
       streams_{Printer(loop, STDOUT_FILENO), Printer(loop, STDERR_FILENO)} {
   for (Printer& stream : streams_) {
     stream.on_room([this] {
-      for (const auto& [fd, source] : sources_) watch(fd);
+      for (const auto& [fd, source] : sources_) {
+        if (!streams_[static_cast<std::size_t>(source.stream)].is_full()) watch(fd);
+      }
     });
   }
 }
@@ -148,22 +156,28 @@ bool Output::read_once(int fd) {
   }
   Source& source = sources_.at(fd);
   const std::string_view text(buffer, static_cast<std::size_t>(count));
-  source.cutter.add(text, streams_[static_cast<std::size_t>(source.stream)].is_terminal(),
-                    [&](std::string_view line_text, char end) { line(source, line_text, end); });
+  source.cutter.add(
+      text, streams_[static_cast<std::size_t>(source.stream)].is_terminal(),
+      [&](std::string_view line_text, LineCutter::End end) { line(source, line_text, end); });
   return true;
 }
 
-void Output::line(const Source& source, std::string_view text, char end) {
+void Output::line(const Source& source, std::string_view text, LineCutter::End end) {
   Rank& rank = ranks_.at(source.rank);
-  if (end == '\n') {
+  const char mark = end == LineCutter::End::kBar ? '\r' : '\n';
+  if (end == LineCutter::End::kBar) {
+    rank.bar.assign(text.substr(0, kKeptBytes));
+  } else {
     // Of a line that was drawn again and again, the last state.
-    const std::size_t drawn = text.find_last_of('\r', text.size() < 2 ? 0 : text.size() - 2);
-    std::string kept(text.substr(drawn == std::string_view::npos ? 0 : drawn + 1, kKeptBytes));
+    std::string_view kept = end == LineCutter::End::kAfterBar ? std::string_view(rank.bar) : text;
+    if (kept.ends_with('\r')) kept.remove_suffix(1);
+    const std::size_t drawn = kept.rfind('\r');
+    if (drawn != std::string_view::npos) kept.remove_prefix(drawn + 1);
     if (rank.last.size() == kKept) rank.last.pop_front();
-    rank.last.push_back(std::move(kept));
+    rank.last.emplace_back(kept.substr(0, kKeptBytes));
   }
   if (rank.log) {
-    const std::string whole = fmt::format("{}{}", text, end);
+    const std::string whole = fmt::format("{}{}", text, mark);
     for (std::size_t at = 0; at < whole.size();) {
       const ssize_t count = ::write(rank.log.get(), whole.data() + at, whole.size() - at);
       if (count < 0 && errno == EINTR) continue;
@@ -181,20 +195,25 @@ void Output::line(const Source& source, std::string_view text, char end) {
   if (!stream.is_terminal()) {
     std::string whole;
     whole.reserve(rank.prefix.size() + text.size() + 1);
-    whole.append(rank.prefix).append(text).push_back(end);
+    whole.append(rank.prefix).append(text).push_back(mark);
     stream.write(whole);
+    return;
+  }
+  if (end == LineCutter::End::kAfterBar) {  // what was drawn stays
+    stream.write("\n");
     return;
   }
   // A colour for each rank, and nothing left of a longer line that a progress bar has drawn here.
   const std::string prefix =
       options_.has_colour ? fmt::format("\x1b[{}m{}\x1b[0m", 31 + source.rank % 6, rank.prefix)
                           : rank.prefix;
-  stream.write(fmt::format("{}{}\x1b[K{}", prefix, text, end));
+  stream.write(fmt::format("{}{}\x1b[K{}", prefix, text, mark));
 }
 
 void Output::close(int fd) {
   Source& source = sources_.at(fd);
-  source.cutter.finish([&](std::string_view text, char end) { line(source, text, end); });
+  source.cutter.finish(
+      [&](std::string_view text, LineCutter::End end) { line(source, text, end); });
   loop_.forget(fd);
   sources_.erase(fd);
   fds_.erase(fd);

@@ -43,6 +43,7 @@ class Printer {
   EventLoop& loop_;
   int fd_;
   bool is_terminal_;
+  Fd own_;  // of a terminal: writing to it never waits
   std::string pending_;
   std::size_t written_ = 0;  // of pending_
   std::function<void()> on_room_;
@@ -52,7 +53,9 @@ class Printer {
 class LineCutter {
  public:
   static constexpr std::size_t kLongest = 1 << 20;
-  using Emit = std::function<void(std::string_view line, char end)>;  // end: '\n', or '\r'
+  // kBar: ended by '\r', to be drawn over. kAfterBar: nothing but '\n' has followed a '\r'.
+  enum class End { kLine, kBar, kAfterBar };
+  using Emit = std::function<void(std::string_view line, End end)>;
 
   // `is_bar_cut`: a line that a progress bar ends with '\r' is given out at once.
   void add(std::string_view text, bool is_bar_cut, const Emit& emit);
@@ -60,6 +63,7 @@ class LineCutter {
 
  private:
   std::string partial_;
+  bool is_after_bar_ = false;
 };
 
 struct OutputOptions {
@@ -101,11 +105,12 @@ class Output {
     std::string prefix;
     Fd log;
     std::deque<std::string> last;
+    std::string bar;  // as it was drawn last
   };
 
   void watch(int fd);
   bool read_once(int fd);
-  void line(const Source& source, std::string_view text, char end);
+  void line(const Source& source, std::string_view text, LineCutter::End end);
   void close(int fd);
 
   EventLoop& loop_;

@@ -1,6 +1,7 @@
 #include "world/launcher_store.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <poll.h>
@@ -75,10 +76,14 @@ Json LauncherStore::ask(const Json& question) {
   const std::string frame = to_frame(Json::to_cbor(question));
   const std::lock_guard lock(line_->mutex);
   const int socket = line_->socket.get();
+  if (socket < 0) C10_THROW_ERROR(DistStoreError, "the launcher did not answer before");
   const auto deadline = Clock::now() + kAnswerDeadline;
+  // After a failure a late answer would be taken for that to the next question.
+  auto give_up = c10::make_scope_exit([&] { line_->socket.reset(); });
   send_all(socket, frame, deadline);
   const std::size_t size = frame_size(receive(socket, kFrameHead, deadline));
   Json answer = Json::from_cbor(receive(socket, size, deadline));
+  give_up.release();
   if (answer.is_object()) C10_THROW_ERROR(DistStoreError, answer.at("error").get<std::string>());
   return answer;
 }

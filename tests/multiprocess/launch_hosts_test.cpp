@@ -4,11 +4,13 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <csignal>
+#include <filesystem>
 #include <fstream>
 #include <thread>
 
@@ -77,6 +79,15 @@ Fd connect_to(int port) {
   Fd socket = start_connecting("127.0.0.1", port);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   return socket;
+}
+
+bool is_reached(const std::string& address, int port) {
+  const Fd socket = start_connecting(address, port);
+  pollfd one{socket.get(), POLLOUT, 0};
+  int error = ETIMEDOUT;
+  socklen_t size = sizeof error;
+  if (::poll(&one, 1, 1000) > 0) ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  return error == 0;
 }
 
 TEST(Hosts, RanksAreNumberedOverAllHosts) {
@@ -181,13 +192,13 @@ TEST(Hosts, AllRestartTogether) {
 
 TEST(Hosts, WhatDoesNotFitTogetherIsSaid) {
   const int port = some_port();
-  auto first = start_host(0, {.hosts = 3, .port = port, .script = {"sleep 600"}});
+  auto first = start_host(0, {.hosts = 3, .port = port, .more = {"-v"}, .script = {"sleep 600"}});
   auto other_size = start_host(1, {.hosts = 2, .port = port, .script = {"sleep 600"}});
   EXPECT_EQ(other_size->wait().code, 2);
   EXPECT_TRUE(has(other_size->err(), "--hosts 2")) << other_size->err();
   EXPECT_TRUE(has(other_size->err(), "--hosts 3")) << other_size->err();
   auto second = start_host(1, {.hosts = 3, .port = port, .script = {"sleep 600"}});
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  first->wait_for_output("host 1 (");  // has come
   auto twin = start_host(1, {.hosts = 3, .port = port, .script = {"sleep 600"}});
   EXPECT_EQ(twin->wait().code, 2);
   EXPECT_TRUE(has(twin->err(), "there is a host 1 already")) << twin->err();
@@ -246,7 +257,7 @@ TEST(Hosts, AWrongSecretIsRefusedAndDisturbsNothing) {
 
 TEST(Hosts, StrangersAtThePortDisturbNothing) {
   const int port = some_port();
-  auto first = start_host(0, {.port = port, .script = {"print ready", "sleep 3"}});
+  auto first = start_host(0, {.port = port, .script = {"print ready", "sleep 8"}});
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   std::vector<Fd> strangers;
   const auto send = [&](const std::string& bytes) {
@@ -262,32 +273,58 @@ TEST(Hosts, StrangersAtThePortDisturbNothing) {
     strangers.push_back(start_connecting("127.0.0.1", port));
   }
   strangers.push_back(connect_to(port));
-  auto second = start_host(1, {.port = port, .script = {"print ready", "sleep 3"}});
+  auto second = start_host(1, {.port = port, .script = {"print ready", "sleep 8"}});
   first->wait_for_output("ready", 2);
   second->wait_for_output("ready", 2);
-  // One byte at a time, while the job runs.
+  // One byte at a time, while the job runs: the beginning of a greeting of 16 KB. It has 5 s.
   const Fd slow = connect_to(port);
-  for (int i = 0; i < 20; ++i) {
-    [[maybe_unused]] const ssize_t sent = ::send(slow.get(), "\x16", 1, MSG_NOSIGNAL);
+  const std::string greeting = "\x16\x03\x01\x40";
+  bool is_closed = false;
+  for (std::size_t i = 0; i < 140 && !is_closed; ++i) {
+    const std::string byte(1, i < greeting.size() ? greeting[i] : '\x01');
+    is_closed = ::send(slow.get(), byte.data(), 1, MSG_NOSIGNAL) < 0;
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
+  EXPECT_TRUE(is_closed);
   EXPECT_EQ(first->wait().code, 0) << first->err();
   EXPECT_EQ(second->wait().code, 0) << second->err();
   EXPECT_TRUE(has(first->err(), "refused 127.0.0.1:")) << first->err();
   EXPECT_TRUE(has(first->err(), "no more of these are shown")) << first->err();
 }
 
+// Who answers at the address but does not know the secret learns nothing: a certificate is no
+// proof.
+TEST(Hosts, AnImpostorWithACertificateIsRefused) {
+  const int port = some_port();
+  const std::string folder = testing::TempDir() + fmt::format("impostor-{}", ::getpid());
+  // It ends when its input does, so that is kept open.
+  Job impostor({"run", "-n", "1", "--", "bash", "-c",
+                fmt::format("mkdir -p {0} && cd {0} && openssl req -x509 -newkey ec -pkeyopt "
+                            "ec_paramgen_curve:P-256 -nodes -keyout key -out cert -days 1 -subj "
+                            "/CN=127.0.0.1 2>/dev/null && sleep 600 | openssl s_server -tls1_3 "
+                            "-accept 127.0.0.1:{1} -key key -cert cert",
+                            folder, port)});
+  impostor.wait_for_output("ACCEPT");
+  auto second = start_host(1, {.port = port, .script = {"print started"}});
+  EXPECT_EQ(second->wait().code, 1);
+  EXPECT_TRUE(has(second->err(), "another secret, or is not host 0")) << second->err();
+  EXPECT_FALSE(has(second->out(), "started"));
+  EXPECT_FALSE(has(impostor.out(), "hello")) << impostor.out();
+  impostor.signal(SIGTERM);
+  impostor.wait();
+  std::filesystem::remove_all(folder);
+}
+
 TEST(Hosts, OnlyTheAddressAskedForIsBound) {
   const int port = some_port();
   auto first = start_host(0, {.port = port, .script = {"sleep 600"}});
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!is_reached("127.0.0.1", port) && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  ASSERT_TRUE(is_reached("127.0.0.1", port));
   // 127.0.0.2 is this host, too, and nobody listens there.
-  const Fd elsewhere = start_connecting("127.0.0.2", port);
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  int error = 0;
-  socklen_t size = sizeof error;
-  ::getsockopt(elsewhere.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-  EXPECT_EQ(error, ECONNREFUSED);
+  EXPECT_FALSE(is_reached("127.0.0.2", port));
   first->signal(SIGTERM);
   EXPECT_EQ(first->wait().code, 143);
 }

@@ -9,7 +9,7 @@ namespace {
 TEST(LineCutter, GivesOutWholeLines) {
   LineCutter cutter;
   std::vector<std::string> lines;
-  const auto keep = [&](std::string_view line, char) { lines.emplace_back(line); };
+  const auto keep = [&](std::string_view line, LineCutter::End) { lines.emplace_back(line); };
   cutter.add("one\ntw", false, keep);
   EXPECT_EQ(lines, (std::vector<std::string>{"one"}));
   cutter.add("o\n\nthree", false, keep);
@@ -22,13 +22,20 @@ TEST(LineCutter, GivesOutWholeLines) {
 TEST(LineCutter, AProgressBarIsGivenOutOnTerminalsOnly) {
   LineCutter bar;
   std::string seen;
-  const auto keep = [&](std::string_view line, char end) {
-    seen += std::string(line) + (end == '\r' ? "<r>" : "<n>");
+  const auto keep = [&](std::string_view line, LineCutter::End end) {
+    seen += std::string(line) + (end == LineCutter::End::kBar        ? "<r>"
+                                 : end == LineCutter::End::kAfterBar ? "<after>"
+                                                                     : "<n>");
   };
   bar.add("10%\r20%", true, keep);
   EXPECT_EQ(seen, "10%<r>");
   bar.add("\rdone\n", true, keep);
   EXPECT_EQ(seen, "10%<r>20%<r>done<n>");
+  // Lines that end with both, also if they come in pieces; and an empty line is one.
+  seen.clear();
+  bar.add("one\r", true, keep);
+  bar.add("\ntwo\r\n\nthree\n", true, keep);
+  EXPECT_EQ(seen, "one<r><after>two<r><after><n>three<n>");
   seen.clear();
   bar.add("10%\r20%\rdone\n", false, keep);
   EXPECT_EQ(seen, "10%\r20%\rdone<n>");
@@ -40,7 +47,7 @@ TEST(LineCutter, AnEndlessLineIsCut) {
   int lines = 0;
   for (int i = 0; i < 100; ++i) {
     cutter.add(std::string(LineCutter::kLongest / 10, 'x'), false,
-               [&](std::string_view line, char) {
+               [&](std::string_view line, LineCutter::End) {
                  bytes += line.size();
                  ++lines;
                });

@@ -1,0 +1,205 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/data.h>
+#include <lockstep/error.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <variant>
+
+namespace lockstep {
+
+// Batches have numbers in the order of the sampler's draws. A worker takes the next number and its
+// indices under the lock, prepares the batch without it, and puts it down; the caller takes batches
+// in the order of numbers. Workers live for one epoch.
+struct Loader::Impl {
+  using Prepared = std::variant<Batch, std::exception_ptr>;
+
+  // Constant after construction.
+  std::shared_ptr<const Dataset> dataset;
+  LoaderOptions options;
+  std::variant<DistributedSampler, EvalSampler> sampler;
+
+  // The caller's own.
+  std::size_t used = 0;  // samples handed out in this epoch
+  double waited_ms = 0;
+
+  // Guarded by mutex.
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::size_t, Prepared> ready;
+  std::size_t next_number = 0;       // to be drawn
+  std::size_t next_taken = 0;        // to be handed out
+  std::optional<std::size_t> total;  // batches of the epoch, once that is known
+  bool is_stopping = false;
+  bool has_begun = false;
+  std::vector<std::thread> workers;
+
+  Impl(std::shared_ptr<const Dataset> its_dataset, const LoaderOptions& its_options,
+       std::variant<DistributedSampler, EvalSampler> its_sampler)
+      : dataset(std::move(its_dataset)), options(its_options), sampler(std::move(its_sampler)) {}
+  ~Impl() { stop(); }
+
+  std::optional<std::vector<std::size_t>> draw() {
+    return std::visit([&](auto& one) { return one.next(options.batch_size); }, sampler);
+  }
+
+  void stop() {
+    {
+      const std::lock_guard lock(mutex);
+      is_stopping = true;
+    }
+    changed.notify_all();
+    for (std::thread& worker : workers) worker.join();
+    workers.clear();
+    ready.clear();
+    is_stopping = false;
+  }
+
+  void begin() {
+    stop();
+    std::visit([](auto& one) { one.reset(std::nullopt); }, sampler);
+    next_number = next_taken = used = 0;
+    total.reset();
+    waited_ms = 0;
+    has_begun = true;
+    for (int i = 0; i < options.threads; ++i) workers.emplace_back([this] { work(); });
+  }
+
+  Prepared prepare(const std::vector<std::size_t>& indices) const {
+    try {
+      const at::NoGradGuard no_grad;
+      Batch batch = dataset->get_batch(indices);
+      batch.indices = indices;
+      return batch;
+    } catch (...) {
+      return std::current_exception();
+    }
+  }
+
+  void work() {
+    std::unique_lock lock(mutex);
+    while (true) {
+      changed.wait(lock, [&] {
+        return is_stopping || total ||
+               next_number < next_taken + static_cast<std::size_t>(options.ahead);
+      });
+      if (is_stopping || total) return;
+      const auto indices = draw();
+      if (!indices) {
+        total = next_number;
+        changed.notify_all();
+        return;
+      }
+      const std::size_t number = next_number++;
+      lock.unlock();
+      Prepared prepared = prepare(*indices);
+      lock.lock();
+      ready.emplace(number, std::move(prepared));
+      changed.notify_all();
+    }
+  }
+
+  std::optional<Prepared> take() {
+    if (options.threads == 0) {
+      const auto indices = draw();
+      if (!indices) return std::nullopt;
+      return prepare(*indices);
+    }
+    std::unique_lock lock(mutex);
+    // A worker is always on its way to the next one: what it waits for is the data set's own.
+    changed.wait(lock, [&] { return ready.contains(next_taken) || total == next_taken; });
+    if (total == next_taken) return std::nullopt;
+    Prepared prepared = std::move(ready.extract(next_taken).mapped());
+    ++next_taken;
+    changed.notify_all();
+    return prepared;
+  }
+};
+
+namespace {
+
+void check(const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options) {
+  const auto refuse = [](const std::string& message) {
+    throw UsageError({.operation = "Loader"}, message);
+  };
+  if (!dataset) refuse("There is no data set: the pointer is empty.\nMake it first.");
+  if (options.batch_size < 1 || options.threads < 0 || options.ahead < 1) {
+    refuse(
+        fmt::format("The options are batch_size {}, threads {}, ahead {}.\nGive a batch size and "
+                    "ahead from 1, threads from 0.",
+                    options.batch_size, options.threads, options.ahead));
+  }
+}
+
+}  // namespace
+
+Loader::Loader(std::shared_ptr<const Dataset> dataset, DistributedSampler sampler,
+               const LoaderOptions& options) {
+  check(dataset, options);
+  if (sampler.num_samples() != dataset->size()) {
+    throw UsageError(
+        {.operation = "Loader"},
+        fmt::format("The sampler draws from {} samples, the data set has {}.\nMake the "
+                    "sampler with the data set's size.",
+                    sampler.num_samples(), dataset->size()));
+  }
+  if (options.batch_size > sampler.samples_per_rank()) {
+    throw UsageError(
+        {.operation = "Loader"},
+        fmt::format("A batch has {} samples, but this rank has only {} in an epoch.\nUse "
+                    "smaller batches or fewer ranks.",
+                    options.batch_size, sampler.samples_per_rank()));
+  }
+  impl_ = std::make_unique<Impl>(std::move(dataset), options, std::move(sampler));
+}
+
+Loader::Loader(std::shared_ptr<const Dataset> dataset, EvalSampler sampler,
+               const LoaderOptions& options) {
+  check(dataset, options);
+  impl_ = std::make_unique<Impl>(std::move(dataset), options, std::move(sampler));
+}
+
+Loader::~Loader() = default;
+Loader::Loader(Loader&&) noexcept = default;
+Loader& Loader::operator=(Loader&&) noexcept = default;
+
+Loader::iterator Loader::begin() {
+  impl_->begin();
+  return iterator(this);
+}
+
+std::optional<Batch> Loader::next() {
+  if (!impl_->has_begun) impl_->begin();
+  const auto start = std::chrono::steady_clock::now();
+  auto prepared = impl_->take();
+  impl_->waited_ms +=
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  if (!prepared) {
+    impl_->has_begun = false;
+    return std::nullopt;
+  }
+  if (auto* error = std::get_if<std::exception_ptr>(&*prepared)) std::rethrow_exception(*error);
+  impl_->used += std::get<Batch>(*prepared).indices.size();
+  return std::get<Batch>(std::move(*prepared));
+}
+
+SamplerState Loader::state() const {
+  const auto* sampler = std::get_if<DistributedSampler>(&impl_->sampler);
+  return sampler == nullptr ? SamplerState{} : sampler->state(impl_->used);
+}
+
+void Loader::load_state(const SamplerState& state) {
+  impl_->stop();
+  impl_->used = 0;
+  impl_->has_begun = false;
+  if (auto* sampler = std::get_if<DistributedSampler>(&impl_->sampler)) sampler->load_state(state);
+}
+
+double Loader::waiting_ms() const { return impl_->waited_ms; }
+
+}  // namespace lockstep
