@@ -19,6 +19,7 @@ namespace lockstep {
 namespace {
 
 constexpr auto kSweepDeadline = std::chrono::seconds(5);
+constexpr auto kEcho = std::chrono::seconds(1);
 
 // For programs that open a store of their own, as torchrun's do: a port that is free now. Nothing
 // of lockstep uses it, and nobody listens there until such a program does.
@@ -117,6 +118,10 @@ void Host::start_rank(int local_rank, const Share& share) {
   command.variables = place_variables(options_, generation_, local_rank, master_port_);
   command.removed_variables = {"LOCKSTEP_SECRET"};
   command.cpus = share.cpus;
+  if (output_.err().is_terminal()) {  // progress bars may draw, beside the rank's number
+    const int columns = output_.err().columns() - output_.prefix_width();
+    command.variables["LOCKSTEP_TERMINAL"] = std::to_string(columns);
+  }
   if (!Environment::of_process().has("OMP_NUM_THREADS")) {
     command.variables["OMP_NUM_THREADS"] = std::to_string(share.threads);
   }
@@ -255,6 +260,12 @@ void Host::kill_now() {
 }
 
 void Host::interrupt(int signal) {
+  // Who signals all processes of a job has told the guard as well, which passes it on: that is one
+  // wish, not two.
+  const auto now = Clock::now();
+  const bool is_echo = signal != SIGINT && num_interrupts_ > 0 && now - last_interrupt_ < kEcho;
+  if (is_echo) return;
+  last_interrupt_ = now;
   if (++num_interrupts_ > 1) return leader_->kill_all();
   leader_->report(
       {.host_rank = options_.host_rank,

@@ -69,6 +69,7 @@ class Host {
   std::optional<Cause> cause_;
   std::optional<EventLoop::Timer> kill_timer_;
   int num_interrupts_ = 0;
+  Clock::time_point last_interrupt_;
   std::optional<int> exit_code_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -32,6 +33,11 @@ Printer::Printer(EventLoop& loop, int fd) : loop_(loop), fd_(fd), is_terminal_(:
 }
 
 Printer::~Printer() { loop_.forget(fd_); }
+
+int Printer::columns() const {
+  winsize size{};
+  return ::ioctl(fd_, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
 
 void Printer::write(std::string_view text) {
   if (fd_ < 0) return;

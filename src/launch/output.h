@@ -32,6 +32,7 @@ class Printer {
   bool is_full() const { return pending_.size() - written_ >= kFullBytes; }
   bool is_empty() const { return fd_ < 0 || pending_.empty(); }
   bool is_terminal() const { return is_terminal_; }
+  int columns() const;  // of a terminal
   // Called when the stream, after having been full, takes more.
   void on_room(std::function<void()> call) { on_room_ = std::move(call); }
 
@@ -81,6 +82,7 @@ class Output {
 
   // Makes the log files and forgets the lines before. `world_size` is for the width of numbers.
   void begin(int first_rank, int num_ranks, int world_size, int generation);
+  int prefix_width() const { return static_cast<int>(ranks_.begin()->second.prefix.size()); }
   // Reads `out` and `err` from now on, until both end.
   void attach(int rank, Fd out, Fd err);
   // Reads what an ended rank has left in its pipes.

@@ -31,11 +31,7 @@ int run(const RunOptions& options) {
   loop.watch(signal_fd.get(), POLLIN, [&](short) {
     signalfd_siginfo info{};
     while (::read(signal_fd.get(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
-      // Who signals all processes of a job has told the guard as well: that is enough.
-      const auto signal = static_cast<int>(info.ssi_signo);
-      const bool is_meant = signal == SIGCHLD || signal == SIGQUIT ||
-                            info.ssi_pid == static_cast<std::uint32_t>(::getppid());
-      if (is_meant) on_signal(signal);
+      on_signal(static_cast<int>(info.ssi_signo));
     }
   });
   on_signal = [&](int signal) {
