@@ -111,18 +111,25 @@ TEST(Launch, RanksKnowTheirPlace) {
 
 TEST(Launch, RanksGetTheirShareOfCores) {
   const Machine machine = this_machine();
-  const int cores = machine.num_cores();
-  if (static_cast<int>(machine.cpus.size()) != cores) GTEST_SKIP() << "cores have several threads";
-  const JobResult bound = run_job({"run", "-n", "1", "--", "ACTOR", "cpus", "env OMP_NUM_THREADS"});
-  EXPECT_TRUE(has(bound.out, fmt::format("cpus {} ", cores))) << bound.out;
-  if (cores >= 2) {
-    const JobResult two = run_job({"run", "-n", "2", "--", "ACTOR", "cpus"});
-    EXPECT_TRUE(has(two.out, fmt::format("cpus {} ", cores / 2))) << two.out;
-    EXPECT_TRUE(has(two.out, fmt::format("[0] cpus {} first {}\n", cores / 2, machine.cpus[0].id)))
-        << two.out;
-    const JobResult free = run_job({"run", "-n", "2", "--bind", "none", "--", "ACTOR", "cpus"});
-    EXPECT_TRUE(has(free.out, fmt::format("[0] cpus {} ", cores))) << free.out;
-    EXPECT_TRUE(has(free.out, fmt::format("[1] cpus {} ", cores))) << free.out;
+  for (const auto& [bind, text] :
+       {std::pair(Bind::kCore, "core"), std::pair(Bind::kNone, "none")}) {
+    for (const int ranks : {1, 2}) {
+      const JobResult result = run_job({"run", "-n", std::to_string(ranks), "--bind", text, "--",
+                                        "ACTOR", "cpus", "env OMP_NUM_THREADS"});
+      const auto shares = split_cores(machine, ranks, bind);
+      for (int rank = 0; rank < ranks; ++rank) {
+        const Share& share = shares[static_cast<std::size_t>(rank)];
+        std::vector<int> cpus = share.cpus;  // none: all of this process's
+        for (const Cpu& cpu : machine.cpus) {
+          if (share.cpus.empty()) cpus.push_back(cpu.id);
+        }
+        EXPECT_TRUE(has(result.out, fmt::format("[{}] cpus {} first {}\n", rank, cpus.size(),
+                                                *std::ranges::min_element(cpus))))
+            << result.out;
+        EXPECT_TRUE(has(result.out, fmt::format("[{}] OMP_NUM_THREADS={}\n", rank, share.threads)))
+            << result.out;
+      }
+    }
   }
   // What the user has set stays.
   const JobResult set = run_job({"run", "-n", "1", "--", "ACTOR", "env OMP_NUM_THREADS"},
