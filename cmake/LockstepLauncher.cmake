@@ -14,7 +14,8 @@ if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args connection coordinator cores doctor event_loop guard host key_value output run tls)
+foreach(source args connection coordinator cores doctor event_loop guard host key_value output remote_leader
+        run tls)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)

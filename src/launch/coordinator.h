@@ -24,6 +24,11 @@ namespace lockstep {
 inline constexpr int kLinkVersion = 1;
 inline constexpr auto kPingEvery = std::chrono::seconds(1);
 inline constexpr auto kLostAfter = std::chrono::seconds(8);
+inline constexpr auto kProofDeadline = std::chrono::seconds(5);  // for a newcomer to prove itself
+
+inline double seconds_since(EventLoop::Clock::time_point then) {
+  return std::chrono::duration<double>(EventLoop::Clock::now() - then).count();
+}
 
 // Whether the launcher itself was held up: then it cannot know who else was silent.
 class OwnWatch {

@@ -1,0 +1,170 @@
+// The other hosts' side of the link: a connection to the first host's Coordinator.
+
+#include <fmt/format.h>
+#include <lockstep/error.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "base/socket.h"
+#include "launch/coordinator.h"
+
+namespace lockstep {
+
+RemoteLeader::RemoteLeader(EventLoop& loop, Output& output, Host& host, const RunOptions& options)
+    : loop_(loop),
+      output_(output),
+      host_(host),
+      options_(options),
+      tls_(read_secret(options.secret_file)) {
+  host.set_leader(this);
+  connect();
+  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
+}
+
+RemoteLeader::~RemoteLeader() {
+  if (timer_) loop_.cancel(*timer_);
+}
+
+void RemoteLeader::connect() {
+  Fd socket;
+  try {
+    socket = start_connecting(options_.master_host, options_.master_port, num_attempts_++);
+    if (!socket) last_reason_ = std::strerror(errno);
+  } catch (const Error& error) {  // its name may be known in a moment: pods come up in any order
+    last_reason_ = error.message();
+  }
+  if (!socket) return;
+  connection_ =
+      Connection::make(loop_, std::move(socket), &tls_, false,
+                       {.opened =
+                            [this] {
+                              connection_->send({{"type", "hello"},
+                                                 {"version", kLinkVersion},
+                                                 {"host_rank", options_.host_rank},
+                                                 {"num_hosts", options_.num_hosts},
+                                                 {"num_ranks", options_.num_ranks},
+                                                 {"host", host_name()}});
+                            },
+                        .received = [this](const Json& message) { on_message(message); },
+                        .closed = [this](const std::string& reason) { on_lost(reason); }});
+}
+
+void RemoteLeader::on_message(const Json& message) {
+  const std::string type = message.at("type");
+  if (type == "welcome") {
+    has_joined_ = true;
+  } else if (type == "kill") {
+    host_.kill_now();
+  } else if (type == "start") {
+    has_started_ = true;
+    is_running_ = true;
+    host_.start(message.at("generation").get<Generation>());
+  } else if (type == "stop") {
+    host_.stop(message.at("cause").get<Cause>());
+  } else if (type == "restart") {
+    host_.restart_in(std::chrono::seconds(message.at("seconds").get<int>()),
+                     message.at("restart").get<int>(), message.at("cause").get<Cause>());
+    reported_.reset();
+  } else if (type == "finish") {
+    connection_->close();
+    const Json& cause = message.at("cause");
+    host_.finish(cause.is_null() ? std::nullopt : std::optional(cause.get<Cause>()));
+  } else if (type == "answer") {
+    const auto found = questions_.find(message.at("id").get<std::int64_t>());
+    if (found == questions_.end()) return;
+    const auto reply = std::move(found->second);
+    questions_.erase(found);
+    reply(message.at("answer"));
+  } else if (type == "refused") {
+    fail("was refused: " + message.at("reason").get<std::string>(), 2);
+  }
+}
+
+void RemoteLeader::on_lost(const std::string& reason) {
+  if (host_.exit_code()) return;
+  connection_->close();
+  last_reason_ = reason;
+  if (reason.starts_with(kHandshakeFailed)) {
+    return fail(
+        fmt::format("was refused by what answers at {}:{}: it has another secret, or is not "
+                    "host 0 of this job ({})",
+                    options_.master_host, options_.master_port, reason),
+        1);
+  }
+  if (!has_joined_) return;  // look_around tries again
+  fail(fmt::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
+       1);
+}
+
+// Without host 0 nobody decides: the ranks here stop, then this launcher ends.
+void RemoteLeader::fail(const std::string& text, int code) {
+  if (connection_) connection_->close();
+  // What went wrong here before is the better explanation.
+  lost_ = reported_.value_or(Cause{.host_rank = options_.host_rank,
+                                   .host = host_name(),
+                                   .text = text,
+                                   .code = code,
+                                   .signal = SIGTERM,
+                                   .may_restart = false});
+  host_.stop(*lost_);
+  if (!is_running_) host_.finish(lost_);
+}
+
+void RemoteLeader::report(const Cause& cause) {
+  host_.stop(cause);  // at once, whatever host 0 says
+  if (lost_) return;
+  if (!reported_) reported_ = cause;
+  if (connection_ && connection_->is_open() && has_joined_) {
+    connection_->send({{"type", "cause"}, {"cause", cause}});
+  } else if (!has_started_) {
+    host_.finish(cause);
+  }
+}
+
+void RemoteLeader::kill_all() {
+  host_.kill_now();
+  if (connection_) connection_->send({{"type", "kill"}});
+}
+
+void RemoteLeader::report_end(bool is_ok) {
+  is_running_ = false;
+  if (lost_) return host_.finish(lost_);
+  if (connection_) connection_->send({{"type", "end"}, {"is_ok", is_ok}});
+}
+
+void RemoteLeader::ask_store(const Json& request, std::function<void(const Json&)> reply) {
+  if (!connection_ || !connection_->is_open()) return;  // the ranks are stopping anyway
+  const std::int64_t id = num_questions_++;
+  questions_.emplace(id, std::move(reply));
+  connection_->send({{"type", "store"}, {"id", id}, {"request", request}});
+}
+
+void RemoteLeader::look_around() {
+  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
+  if (lost_ || host_.exit_code()) return;
+  const bool is_open = connection_ && connection_->is_open();
+  const bool is_in_time = watch_.is_in_time();
+  if (is_open && has_joined_) {
+    connection_->send({{"type", "ping"}});
+    if (is_in_time && EventLoop::Clock::now() - connection_->last_heard() > kLostAfter) {
+      on_lost(fmt::format("it has been silent for {} s", kLostAfter.count()));
+    }
+    return;
+  }
+  if (seconds_since(began_) > std::chrono::duration<double>(options_.join_timeout).count()) {
+    return fail(fmt::format("could not reach host 0 at {}:{} in {:.0f} s: {}", options_.master_host,
+                            options_.master_port, seconds_since(began_), last_reason_),
+                1);
+  }
+  if (seconds_since(began_) > 10 && !has_said_waiting_) {
+    has_said_waiting_ = true;
+    output_.say(fmt::format("waiting for host 0 at {}:{}{}{}", options_.master_host,
+                            options_.master_port, last_reason_.empty() ? "" : ": ", last_reason_));
+  }
+  // One that neither fails nor opens is tried anew as well: packets may have been dropped.
+  if (!is_open || EventLoop::Clock::now() - connection_->last_heard() > kProofDeadline) connect();
+}
+
+}  // namespace lockstep
