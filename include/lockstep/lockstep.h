@@ -7,6 +7,7 @@
 #include <lockstep/data.h>
 #include <lockstep/ddp.h>
 #include <lockstep/error.h>
+#include <lockstep/metrics.h>
 #include <lockstep/optim.h>
 #include <lockstep/sampler.h>
 #include <lockstep/seed.h>

@@ -76,6 +76,12 @@ class LOCKSTEP_API World {
   // over ranks of this rank's part.
   at::Tensor reduce_scatter(const at::Tensor& tensor, const ReduceOp& op = ReduceOp::SUM) const;
 
+  // The sum, or the mean, of a number of each rank. A tensor has one element.
+  double sum(double value) const;
+  double mean(double value) const { return sum(value) / size(); }
+  double sum(const at::Tensor& value) const;
+  double mean(const at::Tensor& value) const { return sum(value) / size(); }
+
   // Runs f() on rank 0 only and returns its result on all ranks. If f throws, all ranks throw.
   // The result may be void, a tensor, a std::string, a trivially copyable value or a std::vector of
   // such values. The others wait for f at most JoinOptions::timeout; f itself calls no collective.

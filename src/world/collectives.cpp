@@ -70,6 +70,12 @@ at::Tensor World::all_reduce(const at::Tensor& tensor, const ReduceOp& op) const
   return tensor;
 }
 
+double World::sum(double value) const {
+  return all_reduce(at::scalar_tensor(value, at::kDouble)).item<double>();
+}
+
+double World::sum(const at::Tensor& value) const { return sum(value.item<double>()); }
+
 at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
   check_dense(tensor, Use::kWritten, rank(), "broadcast");
   if (root < 0 || root >= size()) {

@@ -47,6 +47,22 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
 }
 
 // 100 steps, each as Python's fused optimizers take it. Its sums are stored to the last digit.
+TEST(Optimizers, ANegativeRateIsNamed) {
+  const std::vector<at::Tensor> parameters = {at::zeros({2}).requires_grad_()};
+  const auto expect_named = [](const std::function<void()>& make) {
+    try {
+      make();
+      ADD_FAILURE() << "a negative rate was taken";
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("Invalid learning rate: -0.5"), std::string::npos)
+          << error.what();
+    }
+  };
+  expect_named([&] { optim::AdamW(parameters, torch::optim::AdamWOptions(-0.5)); });
+  expect_named([&] { optim::Adam(parameters, torch::optim::AdamOptions(-0.5)); });
+  expect_named([&] { optim::SGD(parameters, torch::optim::SGDOptions(-0.5)); });
+}
+
 TEST(Optim, StepsAsPythonsStepForStep) {
   const auto golden = test::read_golden("kit_golden.json");
   for (const auto& one : golden.at("optimizers")) {
