@@ -1,7 +1,7 @@
 # The program `lockstep`: torch-free, so that it starts in milliseconds and stays small.
 
 # Tests and benches start ranks as the launcher does, with or without it.
-lockstep_module(NAME launch SRCS rank_command DEPS base)
+lockstep_module(NAME launch SRCS rank_command DEPS archive base)
 if(NOT LOCKSTEP_BUILD_LAUNCHER)
   return()
 endif()
@@ -14,12 +14,12 @@ if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args connection coordinator cores doctor event_loop guard host key_value output remote_leader
+foreach(source args connection coordinator cores doctor event_loop guard host inspect key_value output remote_leader
         run tls)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)
-target_link_libraries(lockstep_launcher PUBLIC lockstep_base OpenSSL::SSL
+target_link_libraries(lockstep_launcher PUBLIC lockstep_archive lockstep_base OpenSSL::SSL
                       nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11)
 # What `lockstep doctor` says of this build.
 get_property(table GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE)

@@ -129,6 +129,14 @@ class LOCKSTEP_API DistributedDataParallel {
   // Throws: MismatchError that names the first tensor and the ranks that differ.
   void check_replicas();
 
+  // Backwards whose gradients are still this rank's own, since the last synchronised one.
+  int num_pending() const;
+
+  // For stops that all ranks must agree on (Checkpointer::on_signal): `is_asked` is called in every
+  // synchronised backward; must_stop() says whether it was true on any rank in the last one.
+  void stop_when(std::function<bool()> is_asked);
+  bool must_stop() const;
+
   DdpStats stats() const;
 
  private:

@@ -13,6 +13,10 @@
 
 namespace lockstep {
 
+// What a program exits with that was told to stop and has saved its state: `lockstep run` knows it,
+// and schedulers that go by exit codes can (sysexits.h: "try again later").
+inline constexpr int kExitPreempted = 75;
+
 enum class ErrorKind { kUsage, kMismatch, kPeerLost, kTimeout, kSystem };
 
 // Where an error happened. Negative or empty means that it is not known.

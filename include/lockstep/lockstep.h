@@ -3,6 +3,7 @@
 
 #include <lockstep/amp.h>
 #include <lockstep/backend.h>
+#include <lockstep/checkpoint.h>
 #include <lockstep/comm_hook.h>
 #include <lockstep/data.h>
 #include <lockstep/ddp.h>

@@ -93,6 +93,14 @@ void DistributedDataParallel::accumulate(int k) { reducer_->accumulate(k); }
 void DistributedDataParallel::set_weight(double samples) { reducer_->set_weight(samples); }
 void DistributedDataParallel::join(const std::function<void()>& step) { reducer_->join(step); }
 void DistributedDataParallel::check_replicas() { reducer_->check_replicas(); }
+int DistributedDataParallel::num_pending() const { return reducer_->num_pending(); }
+
+void DistributedDataParallel::stop_when(std::function<bool()> is_asked) {
+  reducer_->stop_when(std::move(is_asked));
+}
+
+bool DistributedDataParallel::must_stop() const { return reducer_->must_stop(); }
+
 DdpStats DistributedDataParallel::stats() const { return reducer_->stats(); }
 
 }  // namespace lockstep

@@ -94,6 +94,7 @@ void Reducer::write_control() {
   set(kProblem, problem_.empty() ? 0 : 1);
   set(kWeighted, weight_ == 1 ? 0 : 1);
   set(kNeedsState, needs_state_ ? 1 : 0);
+  set(kStop, is_asked_to_stop_ && is_asked_to_stop_() ? 1 : 0);
   set(active_at(world_.rank()), is_joined_ ? 0 : 1);
   set(time_at(world_.rank()), std::min(ms_between(last_end_, Clock::now()), kMaxMs));
   for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -108,6 +109,7 @@ void Reducer::write_control() {
 
 void Reducer::read_control() {
   at::from_blob(control_.data(), {num_control()}, at::kFloat).copy_(buckets_.control());
+  must_stop_ = control_[kStop] > 0;
   num_active_ = 0;
   for (int rank = world_.size() - 1; rank >= 0; --rank) {
     if (control_[static_cast<std::size_t>(active_at(rank))] <= 0) continue;

@@ -425,6 +425,21 @@ void Reducer::check_replicas() {
   check_same_tensors(world_, state(), stats_.steps);
 }
 
+int Reducer::num_pending() const {
+  const std::lock_guard lock(mutex_);
+  return num_local_;
+}
+
+void Reducer::stop_when(std::function<bool()> is_asked) {
+  const std::lock_guard lock(mutex_);
+  is_asked_to_stop_ = std::move(is_asked);
+}
+
+bool Reducer::must_stop() const {
+  const std::lock_guard lock(mutex_);
+  return is_alone() ? is_asked_to_stop_ && is_asked_to_stop_() : must_stop_;
+}
+
 DdpStats Reducer::stats() const {
   const std::lock_guard lock(mutex_);
   return stats_;

@@ -40,6 +40,9 @@ class Reducer {
   void set_weight(double samples);
   void join(const std::function<void()>& step);
   void check_replicas();
+  int num_pending() const;
+  void stop_when(std::function<bool()> is_asked);
+  bool must_stop() const;
   DdpStats stats() const;
 
  private:
@@ -51,7 +54,7 @@ class Reducer {
   // Numbers that travel with the last bucket; after the reduction, more than 0 if any rank gave 1.
   // Then follow, by rank, whether it has data and its step's time, and, by slot, who has a
   // gradient.
-  enum Control : std::int64_t { kProblem, kWeighted, kLate, kNeedsState, kNumFlags };
+  enum Control : std::int64_t { kProblem, kWeighted, kLate, kNeedsState, kStop, kNumFlags };
   std::int64_t active_at(int rank) const { return kNumFlags + rank; }
   std::int64_t time_at(int rank) const { return kNumFlags + world_.size() + rank; }
   std::int64_t present_at(std::size_t slot) const {
@@ -129,6 +132,8 @@ class Reducer {
   std::int64_t num_backwards_ = 0;
   bool is_joined_ = false;
   bool needs_state_ = false;
+  std::function<bool()> is_asked_to_stop_;
+  bool must_stop_ = false;  // as all ranks agreed in the last step
   int num_active_ = 0;
   int first_active_ = 0;
   std::vector<std::size_t> ready_order_;  // of the first step

@@ -34,6 +34,7 @@ struct Typed {
   double stop_grace = 10;
   double join_timeout = 300;
   std::string master;
+  bool is_diff = false;
 };
 
 std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
@@ -79,6 +80,12 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
   start->add_flag("-v,--verbose", run.is_verbose, "Say what is started");
 
   app->add_subcommand("doctor", "Say what this machine offers, and what is wrong with it.");
+  CLI::App* const look = app->add_subcommand(
+      "inspect", "Say what is in a checkpoint or a .safetensors file, and whether it is whole.");
+  look->add_option("path", invocation.paths, "A checkpoint, a folder of them, or a file")
+      ->required()
+      ->expected(1, 2);
+  look->add_flag("--diff", typed.is_diff, "Compare two; exit code 1 if they differ");
   app->add_subcommand("completion",
                       "Print what makes bash complete: source <(lockstep completion)");
   return app;
@@ -242,10 +249,15 @@ Invocation parse_arguments(const std::vector<std::string>& arguments) {
     complete_run(typed, invocation.run);
   } else if (app->got_subcommand("doctor")) {
     invocation.verb = Invocation::Verb::kDoctor;
+  } else if (app->got_subcommand("inspect")) {
+    if (typed.is_diff != (invocation.paths.size() == 2)) {
+      throw BadArguments("inspect takes one path, or --diff and two");
+    }
+    invocation.verb = Invocation::Verb::kInspect;
   } else if (app->got_subcommand("completion")) {
     invocation.text = completion(*app);
   } else {
-    throw BadArguments("say what to do: run, doctor or completion");
+    throw BadArguments("say what to do: run, inspect, doctor or completion");
   }
   return invocation;
 }

@@ -16,10 +16,11 @@ struct BadArguments : std::runtime_error {
 };
 
 struct Invocation {
-  enum class Verb { kRun, kDoctor, kPrint };
+  enum class Verb { kRun, kDoctor, kInspect, kPrint };
   Verb verb = Verb::kPrint;
   RunOptions run = {};
-  std::string text = {};  // kPrint: help, the version, a completion script
+  std::vector<std::string> paths = {};  // kInspect: one, or two to compare
+  std::string text = {};                // kPrint: help, the version, a completion script
 };
 
 // `arguments` without the program's own name. Throws BadArguments.

@@ -127,7 +127,7 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
   } else if (type == "cause") {
     report(message.at("cause").get<Cause>());
   } else if (type == "end") {
-    on_end(found->first, message.at("is_ok"));
+    on_end(found->first, message.at("end").get<End>());
   } else if (type == "kill") {
     kill_all();
   } else if (type == "store") {
@@ -173,7 +173,7 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
 void Coordinator::start(int generation) {
   generation_ = generation;
   cause_.reset();
-  is_ok_ = true;
+  end_ = End::kOk;
   store_.clear();
   int world_size = 0;
   for (auto& [_, member] : members_) {
@@ -217,14 +217,14 @@ void Coordinator::on_lost(int host_rank, const std::string& reason) {
           .signal = SIGTERM,
           .may_restart = false});
   if (cause_) cause_->may_restart = false;  // whatever began it: with a host missing it ends here
-  on_end(host_rank, false);
+  on_end(host_rank, End::kFailed);
 }
 
-void Coordinator::on_end(int host_rank, bool is_ok) {
+void Coordinator::on_end(int host_rank, End end) {
   Member& member = members_[host_rank];
   if (member.has_ended) return;
   member.has_ended = true;
-  is_ok_ = is_ok_ && is_ok;
+  end_ = std::max(end_, end);
   decide();
 }
 
@@ -234,7 +234,11 @@ void Coordinator::decide() {
       !std::ranges::all_of(members_, [](const auto& one) { return one.second.has_ended; })) {
     return;
   }
-  if (is_ok_ && (!cause_ || cause_->is_interrupt)) return finish(std::nullopt);
+  if (end_ == End::kOk && (!cause_ || cause_->is_interrupt)) return finish(std::nullopt);
+  if (end_ == End::kSaved && cause_ && cause_->is_interrupt) {
+    cause_->code = kExitPreempted;
+    cause_->advice = "All ranks have saved their state: start the job again to go on.";
+  }
   const int restart = generation_ + 1;
   if (!cause_ || !cause_->may_restart || restart > options_.max_restarts) return finish(cause_);
   const auto delay = std::chrono::seconds(std::min(30, 1 << std::min(generation_, 5)));
@@ -248,7 +252,7 @@ void Coordinator::decide() {
   }
   host_.restart_in(delay, restart, *cause_);
   cause_.reset();
-  is_ok_ = false;
+  end_ = End::kFailed;
   loop_.after(delay, [this, restart] {
     if (!is_finished_ && !cause_) start(restart);
   });

@@ -49,7 +49,7 @@ class Coordinator : public Leader {
   ~Coordinator() override;
 
   void report(const Cause& cause) override;
-  void report_end(bool is_ok) override { on_end(0, is_ok); }
+  void report_end(End end) override { on_end(0, end); }
   void kill_all() override;
   void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
 
@@ -71,7 +71,7 @@ class Coordinator : public Leader {
                   const Json& message);
   void on_hello(const std::shared_ptr<Connection>& connection, const Json& message);
   void on_lost(int host_rank, const std::string& reason);
-  void on_end(int host_rank, bool is_ok);
+  void on_end(int host_rank, End end);
   void start(int generation);
   void look_around();
   void decide();
@@ -93,7 +93,7 @@ class Coordinator : public Leader {
   std::optional<EventLoop::Timer> timer_;
   OwnWatch watch_;
   int generation_ = -1;  // none has started
-  bool is_ok_ = true;    // all ranks of this generation have exited with 0 so far
+  End end_ = End::kOk;   // of all ranks of this generation, so far
   bool is_finished_ = false;
   std::optional<Cause> cause_;
 };
@@ -105,7 +105,7 @@ class RemoteLeader : public Leader {
   ~RemoteLeader() override;
 
   void report(const Cause& cause) override;
-  void report_end(bool is_ok) override;
+  void report_end(End end) override;
   void kill_all() override;
   void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
 

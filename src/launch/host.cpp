@@ -21,6 +21,8 @@ namespace {
 constexpr auto kSweepDeadline = std::chrono::seconds(5);
 constexpr auto kEcho = std::chrono::seconds(1);
 
+bool has_saved(const ExitStatus& end) { return end.signal == 0 && end.code == kExitPreempted; }
+
 // For programs that open a store of their own, as torchrun's do: a port that is free now. Nothing
 // of lockstep uses it, and nobody listens there until such a program does.
 int free_port() {
@@ -199,11 +201,22 @@ void Host::on_end(Rank& rank) {
 }
 
 Cause Host::cause_at(const Rank& rank) const {
+  const double seconds = std::chrono::duration<double>(Clock::now() - began_).count();
+  if (has_saved(*rank.end)) {
+    // The others are leaving as well: they need no signal, only time.
+    return {
+        .host_rank = options_.host_rank,
+        .host = host_name(),
+        .rank = rank.number,
+        .text = fmt::format("(pid {}) was told to stop, and has saved its state, after {:.1f} s",
+                            rank.pid, seconds),
+        .code = kExitPreempted,
+        .signal = 0};
+  }
   return {.host_rank = options_.host_rank,
           .host = host_name(),
           .rank = rank.number,
-          .text = fmt::format("(pid {}) {} after {:.1f} s", rank.pid, rank.end->text(),
-                              std::chrono::duration<double>(Clock::now() - began_).count()),
+          .text = fmt::format("(pid {}) {} after {:.1f} s", rank.pid, rank.end->text(), seconds),
           .advice = advice_for(*rank.end),
           .code = rank.end->signal != 0 ? 128 + rank.end->signal : rank.end->code,
           .last_lines = output_.last_lines(rank.number)};
@@ -219,9 +232,13 @@ void Host::on_all_ended() {
     output_.say("some processes of the ranks do not end, not even when killed: see ps");
   }
   output_.end();
-  bool is_ok = static_cast<int>(ranks_.size()) == options_.num_ranks;
-  for (const Rank& rank : ranks_) is_ok &= rank.end->is_ok();
-  leader_->report_end(is_ok);
+  End end = static_cast<int>(ranks_.size()) == options_.num_ranks ? End::kOk : End::kFailed;
+  for (const Rank& rank : ranks_) {
+    end = std::max(end, rank.end->is_ok()      ? End::kOk
+                        : has_saved(*rank.end) ? End::kSaved
+                                               : End::kFailed);
+  }
+  leader_->report_end(end);
 }
 
 void Host::signal_all(int signal) {
@@ -299,8 +316,10 @@ std::string Host::describe(const Cause& cause) const {
   constexpr std::size_t kShownLines = 3;
   int others = 0;
   for (const Rank& rank : ranks_) {
-    if (!rank.end || rank.end->is_ok() || rank.end->signal != 0 || rank.number == cause.rank)
+    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || rank.end->signal != 0 ||
+        rank.number == cause.rank) {
       continue;
+    }
     if (++others > kShown) continue;
     if (others == 1) text += "\n  Because of it:";
     text += fmt::format("\n    rank {} {}", rank.number, rank.end->text());

@@ -32,6 +32,9 @@ struct Cause {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Cause, host_rank, host, rank, text, advice, code, signal,
                                    is_interrupt, may_restart, last_lines)
 
+// How the ranks of a host, or of all, have ended; the worst of them counts.
+enum class End { kOk, kSaved, kFailed };  // kSaved: told to stop, with the state saved
+
 // What decides for all hosts: on the first host itself, on the others a connection to it.
 class Leader {
  public:
@@ -41,7 +44,7 @@ class Leader {
   // All ranks of all hosts are to be killed at once.
   virtual void kill_all() = 0;
   // All processes of the generation are gone from this host.
-  virtual void report_end(bool is_ok) = 0;
+  virtual void report_end(End end) = 0;
   // A rank asks the job's store something.
   virtual void ask_store(const nlohmann::json& request,
                          std::function<void(const nlohmann::json&)> reply) = 0;

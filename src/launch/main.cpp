@@ -9,6 +9,7 @@
 #include "launch/args.h"
 #include "launch/doctor.h"
 #include "launch/guard.h"
+#include "launch/inspect.h"
 #include "launch/run.h"
 
 int main(int argc, char** argv) try {
@@ -30,6 +31,12 @@ int main(int argc, char** argv) try {
                  [](const Finding& finding) { return finding.kind == Finding::Kind::kProblem; })
                  ? 1
                  : 0;
+    }
+    case Invocation::Verb::kInspect: {
+      const auto& paths = invocation.paths;
+      const Report report = paths.size() == 1 ? inspect(paths[0]) : diff(paths[0], paths[1]);
+      fmt::print("{}", report.text);
+      return report.code;
     }
     case Invocation::Verb::kRun:
       if (invocation.run.is_dry) {

@@ -128,10 +128,10 @@ void RemoteLeader::kill_all() {
   if (connection_) connection_->send({{"type", "kill"}});
 }
 
-void RemoteLeader::report_end(bool is_ok) {
+void RemoteLeader::report_end(End end) {
   is_running_ = false;
   if (lost_) return host_.finish(lost_);
-  if (connection_) connection_->send({{"type", "end"}, {"is_ok", is_ok}});
+  if (connection_) connection_->send({{"type", "end"}, {"end", end}});
 }
 
 void RemoteLeader::ask_store(const Json& request, std::function<void(const Json&)> reply) {

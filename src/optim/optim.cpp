@@ -146,11 +146,13 @@ at::Tensor SGD::step(LossClosure closure) {
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
       refuse_sparse(parameter.grad());
-      auto& slot = state()[parameter.unsafeGetTensorImpl()];
-      const bool is_first = !slot || !static_cast<State&>(*slot).momentum_buffer().defined();
+      const auto found = state().find(parameter.unsafeGetTensorImpl());
+      const bool is_first = found == state().end() ||
+                            !static_cast<State&>(*found->second).momentum_buffer().defined();
       Batch& batch = batches[key_of(parameter, is_first ? 0 : 1)];
       batch.add(parameter);
       if (options.momentum() == 0) continue;
+      auto& slot = state()[parameter.unsafeGetTensorImpl()];
       if (!slot) slot = std::make_unique<State>();
       auto& held = static_cast<State&>(*slot);
       held.momentum_buffer(state_for(batch.parameters.back(), held.momentum_buffer()));

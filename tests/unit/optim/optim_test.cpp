@@ -47,6 +47,16 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
 }
 
 // 100 steps, each as Python's fused optimizers take it. Its sums are stored to the last digit.
+TEST(Optimizers, WithoutMomentumThereIsNoState) {
+  const auto parameters = make_parameters();
+  optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.5));
+  draw_gradients(parameters);
+  optimizer.step();
+  EXPECT_TRUE(optimizer.state().empty());
+  std::stringstream stream;
+  torch::save(optimizer, stream);
+}
+
 TEST(Optimizers, ANegativeRateIsNamed) {
   const std::vector<at::Tensor> parameters = {at::zeros({2}).requires_grad_()};
   const auto expect_named = [](const std::function<void()>& make) {

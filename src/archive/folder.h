@@ -1,0 +1,69 @@
+// A folder of checkpoints: their names, what makes one whole, and which are kept.
+//
+//   FOLDER/12-step-600/manifest.json          the files below, their sizes and checksums
+//                      state.json             step, schedule, sampler, ...
+//                      tensors-0-of-2.safetensors ...
+//   FOLDER/.unfinished-13/                    being written
+//   FOLDER/.lockstep                          whose content names the folder; locked by its writer
+//
+// A checkpoint appears under its name by one rename, when all of it is on the disk. Its number says
+// which is the newest: a run that goes on from an older one makes newer ones.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "archive/file.h"
+
+namespace lockstep {
+
+struct CheckpointName {
+  std::int64_t number = -1;
+  std::int64_t step = -1;
+  std::string text() const;
+};
+
+// The checkpoints that are there by name, whole or not; the newest first.
+std::vector<CheckpointName> list_checkpoints(const std::string& folder);
+
+struct Manifest {
+  std::int64_t step = 0;
+  std::string saved_at = {};  // in UTC
+  int world_size = 0;
+  std::vector<FileRecord> files = {};
+  std::string hash = {};  // of all that is above: stands for the whole checkpoint
+};
+
+// Throws: UsageError, SystemError if it is not there or not as it was written.
+Manifest read_manifest(const std::string& checkpoint);
+
+// Nothing if all files are as the manifest says; else what is wrong with the first that is not.
+std::string find_damage(const std::string& checkpoint, const Manifest& manifest);
+
+// The folder, once the caller has it for himself. Throws: UsageError if another process has it.
+class CheckpointFolder {
+ public:
+  explicit CheckpointFolder(std::string path);
+
+  const std::string& path() const { return path_; }
+  std::string unfinished_path(std::int64_t number) const;
+
+  // Removes what dead processes have left unfinished.
+  void remove_orphans() const;
+  void begin(std::int64_t number) const;
+  // Writes the manifest, and makes the checkpoint appear.
+  void commit(const CheckpointName& name, Manifest manifest) const;
+  void abandon(std::int64_t number) const noexcept;
+  // Removes all but the newest `keep_last`, and those whose number `keep_every` divides.
+  void retain(int keep_last, int keep_every) const;
+
+ private:
+  std::string path_;
+  Fd lock_;
+};
+
+// Makes the folder if it is not there. Returns what names it, on whatever host it is seen.
+std::string identify_folder(const std::string& path);
+
+}  // namespace lockstep

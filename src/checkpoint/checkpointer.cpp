@@ -1,0 +1,213 @@
+#include "checkpoint/checkpointer.h"
+
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "checkpoint/tensors.h"
+#include "ddp/agreement.h"
+
+namespace lockstep {
+namespace {
+
+// Signals that have come, a bit each: what a handler may write to has to be outside of all objects.
+std::atomic<std::uint64_t> signals_seen = 0;
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+void note_signal(int signal) { signals_seen |= std::uint64_t{1} << signal; }
+
+bool has_come(const std::vector<int>& signals) {
+  const std::uint64_t seen = signals_seen;
+  return std::ranges::any_of(signals, [&](int one) { return (seen >> one & 1) != 0; });
+}
+
+}  // namespace
+
+std::string failure_text(const std::exception_ptr& failure) try {
+  if (failure) std::rethrow_exception(failure);
+  return {};
+} catch (const std::exception& error) {
+  const auto* const known = dynamic_cast<const Error*>(&error);
+  const auto* const refused = dynamic_cast<const SystemError*>(&error);
+  const Json text = {{"kind", known != nullptr ? known->kind() : ErrorKind::kSystem},
+                     {"code", refused != nullptr ? refused->code() : 0},
+                     {"message", known != nullptr ? known->message() : error.what()}};
+  return text.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+void throw_failure(const std::vector<std::string>& failures, const World& world,
+                   const std::string& operation) {
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const std::string& text = failures[static_cast<std::size_t>(rank)];
+    if (text.empty()) continue;
+    const Json failure = Json::parse(text);
+    const std::string first = failure.at("message");
+    const std::string message =
+        rank == world.rank() ? first : fmt::format("Because rank {}: {}", rank, first);
+    const ErrorPlace place{.rank = world.rank(), .peer = rank, .operation = operation};
+    const auto kind = failure.at("kind").get<ErrorKind>();
+    if (kind == ErrorKind::kSystem) throw SystemError(place, failure.at("code"), message);
+    throw_error(kind, place, message);
+  }
+}
+
+Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
+                         const CheckpointOptions& its_options)
+    : world(std::move(its_world)), options(its_options), path(its_folder) {
+  if (options.keep_last < 0 || options.keep_every < 0) {
+    throw UsageError({.rank = world.rank(), .operation = "Checkpointer"},
+                     fmt::format("keep_last is {}, keep_every is {}.\nGive 0 or more.",
+                                 options.keep_last, options.keep_every));
+  }
+  Json mine;
+  try {
+    mine["id"] = identify_folder(path);
+  } catch (const Error&) {
+    mine["failure"] = failure_text(std::current_exception());
+  }
+  std::vector<std::string> failures;
+  std::string my_id = mine.value("id", "");
+  const auto all = exchange_texts(world, mine.dump());
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const Json its = Json::parse(all[static_cast<std::size_t>(rank)]);
+    failures.push_back(its.value("failure", ""));
+    if (its.value("id", "") == my_id) group.push_back(rank);
+  }
+  throw_failure(failures, world, "Checkpointer");
+  std::exception_ptr failure;
+  std::int64_t newest = -1;
+  try {
+    if (is_leader()) {
+      folder = std::make_unique<CheckpointFolder>(path);
+      folder->remove_orphans();
+    }
+    for (const CheckpointName& name : list_checkpoints(path))
+      newest = std::max(newest, name.number);
+  } catch (const Error&) {
+    failure = std::current_exception();
+  }
+  throw_failure(exchange_texts(world, failure_text(failure)), world, "Checkpointer");
+  for (const std::string& text : exchange_texts(world, std::to_string(newest))) {
+    next_number = std::max<std::int64_t>(next_number, std::stoll(text) + 1);
+  }
+  parts.push_back(random_part(world));
+}
+
+Checkpointer::Impl::~Impl() {
+  if (ddp != nullptr && !signals.empty()) ddp->stop_when({});
+  if (!writer.joinable()) return;
+  // When an error ends the program, other ranks may never come.
+  if (std::uncaught_exceptions() > uncaught) is_cancelled = true;
+  writer.join();
+  if (writer_failure) {
+    Log(world.rank())
+        .warning("the last checkpoint was not saved: {}", failure_text(writer_failure));
+  }
+}
+
+bool Checkpointer::Impl::is_on_one_host() const {
+  return std::ranges::all_of(world.members(), [&](const Member& member) {
+    return member.host_id == world.members().front().host_id;
+  });
+}
+
+Checkpointer::Checkpointer(const std::string& folder, World world, const CheckpointOptions& options)
+    : impl_(std::make_unique<Impl>(folder, std::move(world), options)) {}
+Checkpointer::~Checkpointer() = default;
+Checkpointer::Checkpointer(Checkpointer&&) noexcept = default;
+Checkpointer& Checkpointer::operator=(Checkpointer&&) noexcept = default;
+
+namespace {
+
+void add_part(std::vector<Part>& parts, Part part, int rank) {
+  const auto is_it = [&](const Part& one) { return one.name == part.name; };
+  if (std::ranges::any_of(parts, is_it) || part.name.empty()) {
+    throw UsageError({.rank = rank, .operation = "Checkpointer::add"},
+                     fmt::format("There is something by the name '{}' already.\nGive each a name "
+                                 "of its own.",
+                                 part.name));
+  }
+  parts.push_back(std::move(part));
+}
+
+}  // namespace
+
+Checkpointer& Checkpointer::add(std::shared_ptr<torch::nn::Module> model, const std::string& name) {
+  add_part(impl_->parts, part_of([model] { return tensors_of(*model); }, name),
+           impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(const std::vector<NamedTensor>& tensors, const std::string& name) {
+  add_part(impl_->parts, part_of([tensors] { return tensors; }, name), impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(torch::optim::Optimizer& optimizer, const std::string& name) {
+  add_part(impl_->parts, part_of(optimizer, name), impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(optim::Schedule& schedule, const std::string& name) {
+  add_part(impl_->parts, part_of(schedule, name), impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(GradScaler& scaler, const std::string& name) {
+  add_part(impl_->parts, part_of(scaler, name), impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(DistributedSampler& sampler, const std::string& name) {
+  add_part(impl_->parts,
+           part_of([&sampler] { return sampler.state(); },
+                   [&sampler](const SamplerState& state) { sampler.load_state(state); }, name),
+           impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(Loader& loader, const std::string& name) {
+  add_part(impl_->parts,
+           part_of([&loader] { return loader.state(); },
+                   [&loader](const SamplerState& state) { loader.load_state(state); }, name),
+           impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(const std::string& name, std::function<std::string()> save,
+                                std::function<void(const std::string&)> load) {
+  add_part(impl_->parts, part_of(name, std::move(save), std::move(load)), impl_->world.rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(DistributedDataParallel& ddp) {
+  impl_->ddp = &ddp;
+  return *this;
+}
+
+void Checkpointer::on_signal(int signal) {
+  const ErrorPlace place{.rank = impl_->world.rank(), .operation = "Checkpointer::on_signal"};
+  if (impl_->ddp == nullptr && impl_->world.size() > 1) {
+    throw UsageError(place, "The ranks cannot agree on a step to stop at.\nCall add(ddp) first.");
+  }
+  struct sigaction action {};
+  action.sa_handler = note_signal;
+  action.sa_flags = SA_RESTART;
+  if (signal < 1 || signal >= 64 || ::sigaction(signal, &action, nullptr) != 0) {
+    throw UsageError(place,
+                     fmt::format("Signal {} cannot be caught.\nUse SIGTERM or SIGUSR1.", signal));
+  }
+  impl_->signals.push_back(signal);
+  if (impl_->ddp != nullptr) {
+    impl_->ddp->stop_when([signals = impl_->signals] { return has_come(signals); });
+  }
+}
+
+bool Checkpointer::must_stop() const {
+  return impl_->ddp != nullptr ? impl_->ddp->must_stop() : has_come(impl_->signals);
+}
+
+}  // namespace lockstep

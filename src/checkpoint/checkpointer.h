@@ -1,0 +1,81 @@
+// Checkpointer's inside: who writes what, what is being written, and what was added.
+//
+// A group is the ranks that see the same folder: all of them, or those of a host. Every group has a
+// whole checkpoint; its first rank, the leader, begins and commits it. Threading: the caller's
+// thread, and while a checkpoint is written in the background, `writer`, which has `writing` to
+// itself.
+#pragma once
+
+#include <lockstep/checkpoint.h>
+
+#include <atomic>
+#include <csignal>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "archive/folder.h"
+#include "checkpoint/parts.h"
+
+namespace lockstep {
+
+// All ranks' texts, by rank.
+using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
+
+struct Checkpointer::Impl {
+  Impl(const std::string& folder, World its_world, const CheckpointOptions& its_options);
+  ~Impl();
+
+  bool is_leader() const { return group.front() == world.rank(); }
+  bool is_on_one_host() const;
+
+  // saving.cpp
+  struct Saving {
+    CheckpointName name;
+    std::string key = {};                // of its exchanges by the store
+    std::vector<NamedTensor> mine = {};  // the tensors that this rank writes
+    int part = -1;                       // -1: this rank writes nothing
+    int num_parts = 0;
+    Json state = {};
+  };
+  Saving begin(std::int64_t step);
+  void write(const Saving& saving, const Exchange& exchange) const;
+  void start_writer(Saving saving);
+  void wait();
+
+  // loading.cpp
+  std::optional<CheckpointName> find_newest(std::vector<std::string>& skipped) const;
+  Loaded load(const std::string& its_path, bool can_all_read, int reader,
+              const LoadOptions& options);
+
+  // Constant after construction.
+  World world;
+  CheckpointOptions options;
+  std::string path;
+  std::vector<int> group;                    // ranks, ascending
+  std::unique_ptr<CheckpointFolder> folder;  // the leader's
+  int uncaught = std::uncaught_exceptions();
+
+  std::vector<Part> parts;
+  DistributedDataParallel* ddp = nullptr;
+  std::int64_t next_number = 0;
+  std::vector<int> signals;
+
+  std::vector<at::Tensor>
+      copies;  // of what is written in the background; kept, as fresh memory is slow
+  std::thread writer;
+  std::exception_ptr writer_failure;
+  std::atomic<bool> is_cancelled = false;
+};
+
+// What went wrong on a rank, for all to know.
+std::string failure_text(const std::exception_ptr& failure);
+// Throws the first of the failures, which are by rank; nothing if all texts are empty.
+void throw_failure(const std::vector<std::string>& failures, const World& world,
+                   const std::string& operation);
+
+}  // namespace lockstep

@@ -1,0 +1,223 @@
+// Loading: the leaders look for the newest checkpoint that is whole; on one host all ranks then
+// read it, and over several hosts one reads and all receive.
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "base/log.h"
+#include "checkpoint/checkpointer.h"
+#include "checkpoint/exchange.h"
+#include "checkpoint/tensors.h"
+#include "ddp/agreement.h"
+#include "ddp/packed.h"
+
+namespace lockstep {
+namespace {
+
+// What is in a checkpoint's files: for each tensor its place, and the file.
+struct Contents {
+  std::vector<FileReader> files;
+  std::map<std::string, TensorEntry> tensors;
+  std::map<std::string, std::size_t> file_of;
+  Json state;
+};
+
+Contents open_checkpoint(const std::string& path) {
+  Contents contents;
+  for (const FileRecord& record : read_manifest(path).files) {
+    const std::string file = path + "/" + record.name;
+    if (record.name == "state.json") {
+      contents.state = Json::parse(read_whole(file));
+      continue;
+    }
+    contents.files.emplace_back(file);
+    for (auto& [name, entry] : contents.files.back().tensors().tensors) {
+      contents.file_of[name] = contents.files.size() - 1;
+      contents.tensors[name] = entry;
+    }
+  }
+  return contents;
+}
+
+// For ranks that do not see the files.
+Json describe(const Contents& contents) {
+  Json tensors = Json::object();
+  for (const auto& [name, entry] : contents.tensors) tensors[name] = {entry.dtype, entry.shape};
+  return {{"tensors", tensors}, {"state", contents.state}};
+}
+
+Contents from_description(const Json& description) {
+  Contents contents;
+  contents.state = description.at("state");
+  for (const auto& [name, entry] : description.at("tensors").items()) {
+    contents.tensors[name] = {.dtype = entry[0],
+                              .shape = entry[1].get<std::vector<std::int64_t>>()};
+  }
+  return contents;
+}
+
+}  // namespace
+
+// Of this rank's folder. What stands before it is told in `skipped`.
+std::optional<CheckpointName> Checkpointer::Impl::find_newest(
+    std::vector<std::string>& skipped) const {
+  for (const CheckpointName& name : list_checkpoints(path)) {
+    const std::string one = path + "/" + name.text();
+    std::string damage;
+    try {
+      damage = find_damage(one, read_manifest(one));
+    } catch (const Error& error) {
+      damage = error.message().substr(0, error.message().find('\n'));
+    }
+    if (damage.empty()) return name;
+    skipped.push_back(fmt::format("{}: {}", one, damage));
+  }
+  return std::nullopt;
+}
+
+// `reader`: the rank that surely can read it; if `can_all_read`, all do.
+Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, int reader,
+                                const LoadOptions& load_options) {
+  const bool is_reader = can_all_read || world.rank() == reader;
+  Contents contents;
+  std::exception_ptr failure;
+  try {
+    if (is_reader) contents = open_checkpoint(its_path);
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  throw_failure(exchange_texts(world, failure_text(failure)), world, "load");
+  if (!can_all_read) {
+    const std::string text =
+        share_text(world, is_reader ? describe(contents).dump() : std::string(), reader);
+    if (!is_reader) contents = from_description(Json::parse(text));
+  }
+
+  // What is wanted, and whether it is there: the same on all ranks, so all throw or none.
+  std::vector<Wish> wishes;
+  std::vector<NamedTensor> wanted;
+  Loaded loaded{.step = contents.state.at("step"), .path = its_path};
+  const Json& values = contents.state.at("parts");
+  for (const Part& part : parts) {
+    if (part.has_values && !values.contains(part.name)) {
+      loaded.differences.push_back(fmt::format("missing: {}", part.name));
+      continue;
+    }
+    wishes.push_back(part.load(part.has_values ? values.at(part.name) : Json()));
+    for (const NamedTensor& one : wishes.back().tensors) wanted.push_back(one);
+  }
+  for (const auto& [name, ignored] : values.items()) {
+    const auto is_it = [&](const Part& part) { return part.has_values && part.name == name; };
+    if (std::ranges::none_of(parts, is_it)) {
+      loaded.differences.push_back(fmt::format("unexpected: {}", name));
+    }
+  }
+  std::vector<NamedTensor> fitting;
+  const auto more = compare(contents.tensors, wanted, load_options.strict, fitting);
+  loaded.differences.insert(loaded.differences.end(), more.begin(), more.end());
+  if (load_options.strict && !loaded.differences.empty()) {
+    throw_differences(its_path, loaded.differences, world.rank());
+  }
+
+  try {
+    if (is_reader) {
+      for (const NamedTensor& one : fitting) {
+        const TensorEntry& entry = contents.tensors.at(one.name);
+        read_tensor(contents.files[contents.file_of.at(one.name)], entry, one.tensor);
+      }
+    }
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  throw_failure(exchange_texts(world, failure_text(failure)), world, "load");
+  if (!can_all_read) {
+    std::vector<at::Tensor> tensors;
+    for (const NamedTensor& one : fitting) tensors.push_back(one.tensor);
+    move_packed(tensors, [&](const at::Tensor& packed) { world.broadcast(packed, reader); });
+  }
+  for (const Wish& wish : wishes) wish.finish();
+  return loaded;
+}
+
+Loaded Checkpointer::load_latest(const LoadOptions& options) {
+  impl_->wait();
+  const World& world = impl_->world;
+  Json mine = {{"number", -1}, {"text", ""}, {"skipped", Json::array()}, {"failure", ""}};
+  try {
+    if (impl_->is_leader()) {
+      std::vector<std::string> skipped;
+      if (const auto found = impl_->find_newest(skipped)) {
+        mine["number"] = found->number;
+        mine["text"] = found->text();
+      }
+      mine["skipped"] = skipped;
+    }
+  } catch (const Error&) {
+    mine["failure"] = failure_text(std::current_exception());
+  }
+  int reader = -1;
+  std::int64_t newest = -1;
+  std::string name;
+  std::vector<std::string> failures;
+  std::vector<std::string> skipped;
+  for (const std::string& text : exchange_texts(world, mine.dump())) {
+    const Json its = Json::parse(text);
+    failures.push_back(its.at("failure"));
+    for (const auto& one : its.at("skipped")) skipped.push_back(one);
+    if (its.at("number").get<std::int64_t>() <= newest) continue;
+    newest = its.at("number");
+    name = its.at("text");
+    reader = static_cast<int>(failures.size()) - 1;
+  }
+  throw_failure(failures, world, "load_latest");
+  if (reader < 0 && skipped.empty()) return {};
+  if (reader < 0) {
+    throw UsageError({.rank = world.rank(), .operation = "load_latest"},
+                     fmt::format("None of the checkpoints is whole:\n  {}\nTake a copy from "
+                                 "elsewhere, or remove them to begin anew.",
+                                 fmt::join(skipped, "\n  ")));
+  }
+  if (world.rank() == 0) {
+    for (const std::string& one : skipped) Log(0).warning("skipped {}", one);
+  }
+  const bool can_all_read =
+      impl_->is_on_one_host() && impl_->group.size() == static_cast<std::size_t>(world.size());
+  Loaded loaded = impl_->load(impl_->path + "/" + name, can_all_read, reader, options);
+  loaded.skipped = skipped;
+  return loaded;
+}
+
+Loaded Checkpointer::load(const std::string& path, const LoadOptions& options) {
+  impl_->wait();
+  const World& world = impl_->world;
+  const bool is_visible = std::filesystem::exists(path);
+  std::exception_ptr failure;
+  // The first rank that sees it looks whether it is whole.
+  int reader = -1;
+  const auto seen = exchange_texts(world, is_visible ? "1" : "0");
+  for (int rank = world.size() - 1; rank >= 0; --rank) {
+    if (seen[static_cast<std::size_t>(rank)] == "1") reader = rank;
+  }
+  try {
+    if (world.rank() == std::max(reader, 0)) {
+      const std::string damage = find_damage(path, read_manifest(path));
+      if (!damage.empty()) {
+        throw UsageError(
+            {.rank = world.rank(), .operation = "load"},
+            fmt::format("{} is not whole: {}.\nTake another checkpoint.", path, damage));
+      }
+    }
+  } catch (const Error&) {
+    failure = std::current_exception();
+  }
+  throw_failure(exchange_texts(world, failure_text(failure)), world, "load");
+  const bool can_all_read = impl_->is_on_one_host() && std::ranges::count(seen, "0") == 0;
+  return impl_->load(path, can_all_read, reader, options);
+}
+
+}  // namespace lockstep

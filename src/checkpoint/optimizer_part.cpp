@@ -1,0 +1,231 @@
+// The state of LibTorch's optimizers: options of each group as JSON, and for each parameter, by its
+// place, its numbers as JSON and its tensors by name.
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/error.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <tuple>
+
+#include "checkpoint/parts.h"
+
+namespace lockstep {
+namespace {
+
+namespace to = torch::optim;
+
+// What a kind of optimizer has: `options(o, visit)` and `numbers(s, visit)` show each value by
+// name, `tensors(s, visit)` each tensor.
+template <typename Options>
+void visit_adam_options(Options& o, const auto& visit) {
+  visit("lr", o.lr());
+  visit("eps", o.eps());
+  visit("weight_decay", o.weight_decay());
+  visit("amsgrad", o.amsgrad());
+  visit("beta1", std::get<0>(o.betas()));
+  visit("beta2", std::get<1>(o.betas()));
+}
+template <typename State>
+void visit_adam_tensors(State& s, const auto& visit) {
+  visit("exp_avg", s.exp_avg());
+  visit("exp_avg_sq", s.exp_avg_sq());
+  visit("max_exp_avg_sq", s.max_exp_avg_sq());
+}
+
+struct AdamWKind {
+  using Options = to::AdamWOptions;
+  using State = to::AdamWParamState;
+  static constexpr const char* kName = "AdamW";
+  static void options(Options& o, const auto& visit) { visit_adam_options(o, visit); }
+  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
+  static void tensors(State& s, const auto& visit) { visit_adam_tensors(s, visit); }
+};
+
+struct AdamKind {
+  using Options = to::AdamOptions;
+  using State = to::AdamParamState;
+  static constexpr const char* kName = "Adam";
+  static void options(Options& o, const auto& visit) { visit_adam_options(o, visit); }
+  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
+  static void tensors(State& s, const auto& visit) { visit_adam_tensors(s, visit); }
+};
+
+struct SgdKind {
+  using Options = to::SGDOptions;
+  using State = to::SGDParamState;
+  static constexpr const char* kName = "SGD";
+  static void options(Options& o, const auto& visit) {
+    visit("lr", o.lr());
+    visit("momentum", o.momentum());
+    visit("dampening", o.dampening());
+    visit("weight_decay", o.weight_decay());
+    visit("nesterov", o.nesterov());
+  }
+  static void numbers(State&, const auto&) {}
+  static void tensors(State& s, const auto& visit) {
+    visit("momentum_buffer", s.momentum_buffer());
+  }
+};
+
+struct RmsPropKind {
+  using Options = to::RMSpropOptions;
+  using State = to::RMSpropParamState;
+  static constexpr const char* kName = "RMSprop";
+  static void options(Options& o, const auto& visit) {
+    visit("lr", o.lr());
+    visit("alpha", o.alpha());
+    visit("eps", o.eps());
+    visit("weight_decay", o.weight_decay());
+    visit("momentum", o.momentum());
+    visit("centered", o.centered());
+  }
+  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
+  static void tensors(State& s, const auto& visit) {
+    visit("square_avg", s.square_avg());
+    visit("momentum_buffer", s.momentum_buffer());
+    visit("grad_avg", s.grad_avg());
+  }
+};
+
+struct AdagradKind {
+  using Options = to::AdagradOptions;
+  using State = to::AdagradParamState;
+  static constexpr const char* kName = "Adagrad";
+  static void options(Options& o, const auto& visit) {
+    visit("lr", o.lr());
+    visit("lr_decay", o.lr_decay());
+    visit("eps", o.eps());
+    visit("weight_decay", o.weight_decay());
+    visit("initial_accumulator_value", o.initial_accumulator_value());
+  }
+  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
+  static void tensors(State& s, const auto& visit) { visit("sum", s.sum()); }
+};
+
+template <typename Kind>
+void save(to::Optimizer& optimizer, const std::string& name, Snapshot& snapshot) {
+  Json groups = Json::array();
+  Json states = Json::array();
+  for (auto& group : optimizer.param_groups()) {
+    Json options = Json::object();
+    Kind::options(static_cast<typename Kind::Options&>(group.options()),
+                  [&](const char* key, const auto& value) { options[key] = value; });
+    groups.push_back({{"options", options}, {"parameters", group.params().size()}});
+    for (const at::Tensor& parameter : group.params()) {
+      const std::size_t place = states.size();
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found == optimizer.state().end()) {
+        states.push_back(nullptr);
+        continue;
+      }
+      auto& state = static_cast<typename Kind::State&>(*found->second);
+      Json kept = {{"tensors", Json::object()}};
+      Kind::numbers(state, [&](const char* key, const auto& value) { kept[key] = value; });
+      Kind::tensors(state, [&](const char* key, const at::Tensor& tensor) {
+        if (!tensor.defined()) return;
+        kept["tensors"][key] = tensor.sizes().vec();
+        snapshot.tensors.push_back({fmt::format("{}.{}.{}", name, place, key), tensor});
+      });
+      states.push_back(std::move(kept));
+    }
+  }
+  snapshot.values[name] = {{"kind", Kind::kName}, {"groups", groups}, {"states", states}};
+}
+
+[[noreturn]] void refuse(const std::string& name, const std::string& why) {
+  throw UsageError({.operation = "load"},
+                   fmt::format("The optimizer '{}' {}.\nMake it as it was when the checkpoint was "
+                               "saved.",
+                               name, why));
+}
+
+template <typename Kind>
+Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values) {
+  using State = typename Kind::State;
+  if (values.at("kind") != Kind::kName) {
+    refuse(name, fmt::format("is {}, in the checkpoint {}", Kind::kName,
+                             values.at("kind").get<std::string>()));
+  }
+  const Json& groups = values.at("groups");
+  auto& mine = optimizer.param_groups();
+  bool is_same = groups.size() == mine.size();
+  std::size_t total = 0;
+  for (std::size_t i = 0; is_same && i < mine.size(); ++i) {
+    is_same = groups[i].at("parameters") == mine[i].params().size();
+    total += mine[i].params().size();
+  }
+  if (!is_same || values.at("states").size() != total) {
+    refuse(name, "has other groups, or other numbers of parameters, than in the checkpoint");
+  }
+  Wish wish;
+  auto states = std::make_shared<std::vector<std::unique_ptr<State>>>();
+  for (auto& group : mine) {
+    for (const at::Tensor& parameter : group.params()) {
+      const Json& kept = values["states"][states->size()];
+      const std::size_t place = states->size();
+      states->push_back(kept.is_null() ? nullptr : std::make_unique<State>());
+      if (kept.is_null()) continue;
+      State& state = *states->back();
+      Kind::numbers(state, [&](const char* key, auto& value) { kept.at(key).get_to(value); });
+      Kind::tensors(state, [&](const char* key, at::Tensor& tensor) {
+        const auto found = kept.at("tensors").find(key);
+        if (found == kept.at("tensors").end()) return;
+        // A state of the parameter's shape has its layout, too.
+        const auto sizes = found->template get<std::vector<std::int64_t>>();
+        tensor = parameter.sizes() == at::IntArrayRef(sizes)
+                     ? at::zeros_like(parameter.detach())
+                     : at::zeros(sizes, parameter.options().requires_grad(false));
+        wish.tensors.push_back({fmt::format("{}.{}.{}", name, place, key), tensor});
+      });
+    }
+  }
+  wish.finish = [&optimizer, groups, states] {
+    std::size_t place = 0;
+    std::size_t index = 0;
+    for (auto& group : optimizer.param_groups()) {
+      const Json& options = groups[index++].at("options");
+      auto& its = static_cast<typename Kind::Options&>(group.options());
+      Kind::options(its, [&](const char* key, auto& value) { options.at(key).get_to(value); });
+      for (const at::Tensor& parameter : group.params()) {
+        auto& state = (*states)[place++];
+        if (state) {
+          optimizer.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
+        } else {
+          optimizer.state().erase(parameter.unsafeGetTensorImpl());
+        }
+      }
+    }
+  };
+  return wish;
+}
+
+template <typename Kind>
+Part make_part(to::Optimizer& optimizer, const std::string& name) {
+  return {.name = name,
+          .has_values = true,
+          .save = [&optimizer, name](Snapshot& all) { save<Kind>(optimizer, name, all); },
+          .load = [&optimizer,
+                   name](const Json& values) { return load<Kind>(optimizer, name, values); }};
+}
+
+}  // namespace
+
+Part part_of(torch::optim::Optimizer& optimizer, const std::string& name) {
+  if (dynamic_cast<to::AdamW*>(&optimizer)) return make_part<AdamWKind>(optimizer, name);
+  if (dynamic_cast<to::Adam*>(&optimizer)) return make_part<AdamKind>(optimizer, name);
+  if (dynamic_cast<to::SGD*>(&optimizer)) return make_part<SgdKind>(optimizer, name);
+  if (dynamic_cast<to::RMSprop*>(&optimizer)) return make_part<RmsPropKind>(optimizer, name);
+  if (dynamic_cast<to::Adagrad*>(&optimizer)) return make_part<AdagradKind>(optimizer, name);
+  throw UsageError({.operation = "checkpoint"},
+                   fmt::format("The optimizer '{}' is of a kind that checkpoints do not know.\n"
+                               "AdamW, Adam, SGD, RMSprop and Adagrad can be saved; anything else "
+                               "with add(name, save, load).",
+                               name));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,158 @@
+#include "checkpoint/parts.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <fmt/format.h>
+#include <lockstep/error.h>
+
+#include <mutex>
+#include <utility>
+
+#include "base/hash.h"
+
+namespace lockstep {
+namespace {
+
+at::Tensor get_state(const at::Generator& generator) {
+  at::Generator copy = generator;
+  const std::lock_guard lock(copy.mutex());
+  return at::Tensor(copy.get_state());
+}
+
+// A rank that was not there when the checkpoint was made gets numbers of its own.
+void set_state(at::Generator generator, const at::Tensor& states, int rank) {
+  const std::lock_guard lock(generator.mutex());
+  if (rank < states.size(0)) {
+    generator.set_state(states[rank].clone());
+  } else {
+    generator.set_current_seed(
+        hash_bytes(states.const_data_ptr(), states.nbytes(), static_cast<std::uint64_t>(rank)));
+  }
+}
+
+// The CPU's generator, and that of the GPU that this rank uses.
+std::vector<std::pair<std::string, at::Generator>> generators() {
+  std::vector<std::pair<std::string, at::Generator>> all = {
+      {"random.cpu", at::globalContext().defaultGenerator(at::kCPU)}};
+  if (at::hasCUDA()) {
+    all.emplace_back("random.cuda",
+                     at::globalContext().defaultGenerator(at::Device(at::kCUDA, -1)));
+  }
+  return all;
+}
+
+}  // namespace
+
+Part part_of(std::function<std::vector<NamedTensor>()> tensors, const std::string& name) {
+  const auto named = [name, tensors = std::move(tensors)] {
+    std::vector<NamedTensor> all = tensors();
+    for (NamedTensor& one : all) one.name = name + "." + one.name;
+    return all;
+  };
+  return {.name = name,
+          .save =
+              [named](Snapshot& snapshot) {
+                for (NamedTensor& one : named()) snapshot.tensors.push_back(std::move(one));
+              },
+          .load = [named](const Json&) { return Wish{.tensors = named()}; }};
+}
+
+Part part_of(optim::Schedule& schedule, const std::string& name) {
+  return {.name = name,
+          .has_values = true,
+          .save =
+              [&schedule, name](Snapshot& snapshot) {
+                const auto state = schedule.state();
+                snapshot.values[name] = {{"steps", state.steps}, {"base_lrs", state.base_lrs}};
+              },
+          .load =
+              [&schedule](const Json& values) {
+                const optim::Schedule::State state{
+                    .steps = values.at("steps"),
+                    .base_lrs = values.at("base_lrs").get<std::vector<double>>()};
+                return Wish{.finish = [&schedule, state] { schedule.load_state(state); }};
+              }};
+}
+
+Part part_of(GradScaler& scaler, const std::string& name) {
+  return {.name = name,
+          .has_values = true,
+          .save =
+              [&scaler, name](Snapshot& snapshot) {
+                const auto state = scaler.state();
+                snapshot.values[name] = {{"scale", state.scale},
+                                         {"good_steps", state.good_steps},
+                                         {"skipped", state.skipped}};
+              },
+          .load =
+              [&scaler](const Json& values) {
+                const GradScaler::State state{.scale = values.at("scale"),
+                                              .good_steps = values.at("good_steps"),
+                                              .skipped = values.at("skipped")};
+                return Wish{.finish = [&scaler, state] { scaler.load_state(state); }};
+              }};
+}
+
+Part part_of(std::function<SamplerState()> state,
+             std::function<void(const SamplerState&)> load_state, const std::string& name) {
+  return {.name = name,
+          .has_values = true,
+          .save =
+              [state = std::move(state), name](Snapshot& snapshot) {
+                const SamplerState now = state();
+                snapshot.values[name] = {
+                    {"seed", now.seed}, {"epoch", now.epoch}, {"consumed", now.consumed}};
+              },
+          .load =
+              [load_state = std::move(load_state)](const Json& values) {
+                const SamplerState then{.seed = values.at("seed"),
+                                        .epoch = values.at("epoch"),
+                                        .consumed = values.at("consumed")};
+                return Wish{.finish = [load_state, then] { load_state(then); }};
+              }};
+}
+
+Part part_of(const std::string& name, std::function<std::string()> save,
+             std::function<void(const std::string&)> load) {
+  return {.name = name,
+          .has_values = true,
+          .save = [save = std::move(save),
+                   name](Snapshot& snapshot) { snapshot.values[name] = save(); },
+          .load =
+              [load = std::move(load)](const Json& values) {
+                return Wish{.finish = [load, text = values.get<std::string>()] { load(text); }};
+              }};
+}
+
+Part random_part(const World& world) {
+  return {.name = "random",
+          .has_values = true,
+          .save =
+              [world](Snapshot& snapshot) {
+                Json& sizes = snapshot.values["random"] = Json::object();
+                for (const auto& [name, generator] : generators()) {
+                  const at::Tensor all = world.all_gather(get_state(generator));
+                  snapshot.tensors.push_back({name, all});
+                  sizes[name] = all.sizes().vec();
+                }
+              },
+          .load =
+              [rank = world.rank()](const Json& values) {
+                Wish wish;
+                for (const auto& [name, sizes] : values.items()) {
+                  wish.tensors.push_back(
+                      {name, at::empty(sizes.get<std::vector<std::int64_t>>(), at::kByte)});
+                }
+                wish.finish = [tensors = wish.tensors, rank] {
+                  for (const auto& [name, generator] : generators()) {
+                    for (const NamedTensor& one : tensors) {
+                      if (one.name == name) set_state(generator, one.tensor, rank);
+                    }
+                  }
+                };
+                return wish;
+              }};
+}
+
+}  // namespace lockstep

@@ -1,0 +1,49 @@
+// Parts of a run: how each is taken apart into tensors and JSON, and put together again.
+//
+// Putting together has two steps, so that nothing is changed if something does not fit: a part says
+// which tensors it wants filled, and does the rest when they are.
+#pragma once
+
+#include <lockstep/amp.h>
+#include <lockstep/checkpoint.h>
+#include <lockstep/data.h>
+#include <lockstep/optim.h>
+
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+using Json = nlohmann::json;
+
+struct Snapshot {
+  std::vector<NamedTensor> tensors = {};
+  Json values = Json::object();  // by part
+};
+
+struct Wish {
+  std::vector<NamedTensor> tensors = {};
+  std::function<void()> finish = [] {};
+};
+
+struct Part {
+  std::string name;
+  bool has_values = false;
+  std::function<void(Snapshot& snapshot)> save;
+  std::function<Wish(const Json& values)> load;  // throws Json::exception, UsageError
+};
+
+Part part_of(std::function<std::vector<NamedTensor>()> tensors, const std::string& name);
+Part part_of(torch::optim::Optimizer& optimizer, const std::string& name);
+Part part_of(optim::Schedule& schedule, const std::string& name);
+Part part_of(GradScaler& scaler, const std::string& name);
+Part part_of(std::function<SamplerState()> state,
+             std::function<void(const SamplerState&)> load_state, const std::string& name);
+Part part_of(const std::string& name, std::function<std::string()> save,
+             std::function<void(const std::string&)> load);
+// The random generators of all ranks. Collective when it is saved.
+Part random_part(const World& world);
+
+}  // namespace lockstep

@@ -1,0 +1,248 @@
+#include "launch/inspect.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "archive/folder.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+std::string size_text(std::uint64_t bytes) {
+  constexpr std::array kUnits = {"B", "kB", "MB", "GB", "TB"};
+  double size = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  for (; size >= 1000 && unit + 1 < kUnits.size(); ++unit) size /= 1000;
+  return fmt::format("{:.{}f} {}", size, unit == 0 ? 0 : 1, kUnits[unit]);
+}
+
+std::string text_of(const TensorEntry& entry) {
+  return fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", "));
+}
+
+// The tensors of a file, or of all files of a checkpoint.
+struct Tensors {
+  struct Place {
+    std::size_t file = 0;
+    TensorEntry entry = {};
+  };
+  std::vector<FileReader> files = {};
+  std::map<std::string, Place> by_name = {};
+  Json state = Json::object();
+
+  void add(const std::string& path) {
+    files.emplace_back(path);
+    for (const auto& [name, entry] : files.back().tensors().tensors) {
+      by_name[name] = {files.size() - 1, entry};
+    }
+  }
+  std::string bytes(const Place& place) const {
+    return files[place.file].read(place.entry.begin, place.entry.bytes);
+  }
+};
+
+Tensors open_tensors(const std::string& path) {
+  Tensors tensors;
+  if (!fs::is_directory(path)) {
+    tensors.add(path);
+    return tensors;
+  }
+  for (const FileRecord& record : read_manifest(path).files) {
+    const std::string file = path + "/" + record.name;
+    if (record.name.ends_with(".safetensors")) {
+      tensors.add(file);
+    } else {
+      tensors.state = Json::parse(read_whole(file), nullptr, false);
+    }
+  }
+  return tensors;
+}
+
+std::string list_tensors(const Tensors& tensors) {
+  std::size_t width = 0;
+  std::uint64_t total = 0;
+  for (const auto& [name, place] : tensors.by_name) {
+    width = std::max(width, name.size());
+    total += place.entry.bytes;
+  }
+  std::string text = fmt::format("  {} tensors, {}\n", tensors.by_name.size(), size_text(total));
+  for (const auto& [name, place] : tensors.by_name) {
+    text += fmt::format("    {:<{}}  {:<24}  {:>9}\n", name, width, text_of(place.entry),
+                        size_text(place.entry.bytes));
+  }
+  return text;
+}
+
+struct Health {
+  Manifest manifest = {};
+  std::string damage = {};
+  std::uint64_t bytes = 0;
+};
+
+Health look_at(const std::string& checkpoint) {
+  Health health;
+  try {
+    health.manifest = read_manifest(checkpoint);
+    health.damage = find_damage(checkpoint, health.manifest);
+  } catch (const Error& error) {
+    health.damage = error.message().substr(0, error.message().find('\n'));
+  }
+  for (const FileRecord& file : health.manifest.files) health.bytes += file.bytes;
+  return health;
+}
+
+Report inspect_checkpoint(const std::string& path) {
+  const Health health = look_at(path);
+  if (!health.damage.empty()) return {fmt::format("{}: not whole: {}\n", path, health.damage), 1};
+  const Manifest& manifest = health.manifest;
+  Report report{fmt::format("{}: whole\n  step {}, saved {} by {} ranks, {}, hash {}\n", path,
+                            manifest.step, manifest.saved_at, manifest.world_size,
+                            size_text(health.bytes), manifest.hash)};
+  for (const FileRecord& file : manifest.files) {
+    report.text += fmt::format("  {}  {}  {}\n", file.hash, file.name, size_text(file.bytes));
+  }
+  const Tensors tensors = open_tensors(path);
+  for (const auto& [name, value] : tensors.state.value("parts", Json::object()).items()) {
+    const std::string shown = value.contains("kind") ? value["kind"].dump() : value.dump();
+    report.text += fmt::format("  {}: {}\n", name, shown.substr(0, 100));
+  }
+  report.text += list_tensors(tensors);
+  return report;
+}
+
+Report inspect_folder(const std::string& path) {
+  const auto names = list_checkpoints(path);
+  if (names.empty()) {
+    throw UsageError({.operation = "inspect"},
+                     fmt::format("There is no checkpoint in {}.\nGive a folder that a Checkpointer "
+                                 "has written to.",
+                                 path));
+  }
+  Report report;
+  for (const CheckpointName& name : names) {
+    const Health health = look_at(path + "/" + name.text());
+    const bool is_whole = health.damage.empty();
+    report.text +=
+        fmt::format("{}/{}  {}\n", path, name.text(),
+                    is_whole ? fmt::format("whole  step {}  {}  {}", health.manifest.step,
+                                           health.manifest.saved_at, size_text(health.bytes))
+                             : "not whole: " + health.damage);
+    if (!is_whole) report.code = 1;
+  }
+  return report;
+}
+
+float from_half(std::uint16_t bits) {
+  const int exponent = bits >> 10 & 31;
+  const int fraction = bits & 1023;
+  const float sign = (bits & 0x8000) != 0 ? -1.0F : 1.0F;
+  if (exponent == 31) return fraction == 0 ? sign * INFINITY : NAN;
+  return sign * (exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                               : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25));
+}
+
+template <typename T>
+T load(const std::string& bytes, std::size_t index) {
+  T value;
+  std::memcpy(&value, bytes.data() + index * sizeof value, sizeof value);
+  return value;
+}
+
+// Of floating point types; nothing for others.
+std::optional<double> value_at(const std::string& dtype, const std::string& bytes,
+                               std::size_t index) {
+  if (dtype == "F64") return load<double>(bytes, index);
+  if (dtype == "F32") return load<float>(bytes, index);
+  if (dtype == "F16") return from_half(load<std::uint16_t>(bytes, index));
+  if (dtype == "BF16") {
+    return std::bit_cast<float>(std::uint32_t{load<std::uint16_t>(bytes, index)} << 16);
+  }
+  return std::nullopt;
+}
+
+// How many values differ, and by how much; empty if none does.
+std::string compare_values(const std::string& dtype, const std::string& left,
+                           const std::string& right) {
+  if (left == right) return {};
+  const auto size = static_cast<std::size_t>(bytes_of_dtype(dtype));
+  std::size_t count = 0;
+  double most = 0;
+  bool has_value = false;
+  for (std::size_t i = 0; i < left.size() / size; ++i) {
+    if (std::memcmp(left.data() + i * size, right.data() + i * size, size) == 0) continue;
+    ++count;
+    const auto one = value_at(dtype, left, i);
+    if (!one) continue;
+    has_value = true;
+    const double difference = std::abs(*one - *value_at(dtype, right, i));
+    most = std::isnan(difference) ? difference : std::max(most, difference);
+  }
+  return fmt::format("{} of {} values differ{}", count, left.size() / size,
+                     has_value ? fmt::format(", by up to {:.3g}", most) : "");
+}
+
+}  // namespace
+
+Report inspect(const std::string& path) {
+  if (!fs::is_directory(path)) {
+    const Tensors tensors = open_tensors(path);
+    return {fmt::format("{}: whole\n", path) + list_tensors(tensors)};
+  }
+  if (fs::exists(path + "/manifest.json")) return inspect_checkpoint(path);
+  return inspect_folder(path);
+}
+
+Report diff(const std::string& left, const std::string& right) {
+  const Tensors mine = open_tensors(left);
+  const Tensors other = open_tensors(right);
+  Report report;
+  const auto say = [&](const std::string& line) {
+    report.text += line + "\n";
+    report.code = 1;
+  };
+  std::set<std::string> names;
+  for (const auto& [name, place] : mine.by_name) names.insert(name);
+  for (const auto& [name, place] : other.by_name) names.insert(name);
+  for (const std::string& name : names) {
+    const auto one = mine.by_name.find(name);
+    const auto two = other.by_name.find(name);
+    if (two == other.by_name.end()) {
+      say(fmt::format("only in {}: {} {}", left, name, text_of(one->second.entry)));
+    } else if (one == mine.by_name.end()) {
+      say(fmt::format("only in {}: {} {}", right, name, text_of(two->second.entry)));
+    } else if (text_of(one->second.entry) != text_of(two->second.entry)) {
+      say(fmt::format("{}: {} and {}", name, text_of(one->second.entry),
+                      text_of(two->second.entry)));
+    } else {
+      const std::string values = compare_values(one->second.entry.dtype, mine.bytes(one->second),
+                                                other.bytes(two->second));
+      if (!values.empty()) say(fmt::format("{}: {}", name, values));
+    }
+  }
+  for (const Json& change : Json::diff(mine.state, other.state)) {
+    const Json::json_pointer at(change.at("path").get<std::string>());
+    const auto shown = [&](const Json& state) {
+      return state.contains(at) ? state.at(at).dump().substr(0, 60) : std::string("nothing");
+    };
+    say(fmt::format("state{}: {} and {}", change.at("path").get<std::string>(), shown(mine.state),
+                    shown(other.state)));
+  }
+  if (report.code == 0) report.text = "no difference\n";
+  return report;
+}
+
+}  // namespace lockstep

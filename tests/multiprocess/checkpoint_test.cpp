@@ -1,0 +1,433 @@
+// Saving and loading: the same bits afterwards, and clear errors.
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <lockstep/lockstep.h>
+#include <sys/stat.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <fstream>
+#include <set>
+
+#include "multiprocess/checkpoint_run.h"
+#include "support/run_ranks.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+using test::all_passed;
+using test::is_equal;
+using test::run_ranks;
+using test::TempFolder;
+using test::Training;
+
+constexpr const char* kFolder = "LOCKSTEP_TEST_FOLDER";
+
+std::vector<std::string> checkpoints_in(const std::string& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.front() != '.') names.push_back(name);
+  }
+  std::ranges::sort(names);
+  return names;
+}
+
+template <typename Error>
+void expect_error(const std::function<void()>& call, const std::vector<std::string>& texts) {
+  try {
+    call();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    for (const std::string& text : texts) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << text << " is not in:\n"
+                                                                         << error.what();
+    }
+  }
+}
+
+class ExactResume : public testing::TestWithParam<std::tuple<std::string, bool, Writers>> {};
+
+// 17 steps of 8 samples and two ranks in epochs of 48: the checkpoint is in the middle of one.
+TEST_P(ExactResume, GivesTheSameBits) {
+  const TempFolder folder(kFolder);
+  const auto [optimizer, is_async, writers] = GetParam();
+  const auto body = [&](int) {
+    const World world = World::join();
+    Training whole(world, optimizer);
+    for (int i = 0; i < 17; ++i) whole.step();
+
+    {
+      Training first(world, optimizer);
+      Checkpointer checkpoints(folder.path(), world, {.writers = writers});
+      first.add_to(checkpoints);
+      EXPECT_EQ(checkpoints.load_latest().step, 0);
+      for (int i = 0; i < 8; ++i) first.step();
+      if (is_async) {
+        checkpoints.save_async(8);
+        for (int i = 0; i < 3; ++i) first.step();  // must not be in it
+        checkpoints.wait();
+      } else {
+        checkpoints.save(8);
+        for (int i = 0; i < 3; ++i) first.step();
+      }
+    }
+    Training second(world, optimizer);
+    at::rand({5});  // another random state than after the checkpoint
+    Checkpointer checkpoints(folder.path(), world);
+    second.add_to(checkpoints);
+    const Loaded loaded = checkpoints.load_latest();
+    EXPECT_EQ(loaded.step, 8);
+    EXPECT_EQ(loaded.path, folder.path() + "/0-step-8");
+    EXPECT_TRUE(loaded.skipped.empty());
+    for (int i = 8; i < 17; ++i) second.step();
+    EXPECT_TRUE(is_equal(whole.state(), second.state()));
+    EXPECT_EQ(whole.scaler->current_scale(), second.scaler->current_scale());
+    EXPECT_EQ(whole.schedule->lr(), second.schedule->lr());
+    EXPECT_EQ(whole.loader->state(), second.loader->state());
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ExactResume,
+                         testing::Values(std::tuple{"AdamW", false, Writers::kEachRank},
+                                         std::tuple{"AdamW", true, Writers::kOnePerHost},
+                                         std::tuple{"Adam", false, Writers::kOnePerHost},
+                                         std::tuple{"SGD", true, Writers::kEachRank},
+                                         std::tuple{"RMSprop", false, Writers::kEachRank},
+                                         std::tuple{"Adagrad", false, Writers::kEachRank}));
+
+// Two ranks with batches of 4, then one with batches of 8: the same samples in each step, none
+// lost, none twice.
+TEST(Resume, AtAnotherWorldSizeTakesTheSameSteps) {
+  const TempFolder folder(kFolder);
+  const auto steps_file = [&](int rank) { return fmt::format("{}/steps-{}", folder.path(), rank); };
+  const auto body = [&](int rank) {
+    const World world = World::join();
+    Training run(world, "AdamW", 4, 1);
+    run.model->eval();  // no dropout: its numbers belong to ranks
+    Checkpointer checkpoints(folder.path() + "/c", world);
+    run.add_to(checkpoints);
+    std::ofstream steps(steps_file(rank));
+    for (int i = 0; i < 10; ++i) {
+      if (i == 3) checkpoints.save(3);
+      for (const std::size_t index : run.step()) steps << index << ' ';
+      steps << '\n';
+    }
+    if (rank == 0) save_weights(folder.path() + "/end.safetensors", *run.model);
+  };
+  ASSERT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+  const World alone = World::join();
+  Training run(alone, "AdamW", 8, 1);
+  run.model->eval();
+  Checkpointer checkpoints(folder.path() + "/c", alone);
+  run.add_to(checkpoints);
+  EXPECT_EQ(checkpoints.load_latest().step, 3);
+  std::ifstream files[2] = {std::ifstream(steps_file(0)), std::ifstream(steps_file(1))};
+  for (int i = 0; i < 10; ++i) {
+    std::multiset<std::size_t> theirs;
+    for (std::ifstream& file : files) {
+      std::string line;
+      std::getline(file, line);
+      std::istringstream numbers(line);
+      for (std::size_t index = 0; numbers >> index;) theirs.insert(index);
+    }
+    if (i < 3) continue;
+    const auto mine = run.step();
+    EXPECT_EQ(std::multiset<std::size_t>(mine.begin(), mine.end()), theirs) << "step " << i;
+  }
+  test::DropNet end;
+  load_weights(folder.path() + "/end.safetensors", *end);
+  const auto ours = run.model->parameters();
+  const auto others = end->parameters();
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    EXPECT_TRUE(at::allclose(ours[i], others[i], 1e-4, 1e-5)) << i;
+  }
+}
+
+TEST(Checkpoint, AndThreeRanksGoOnFromTwo) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    // Two ranks of the three save, then all three load.
+    const World all = World::join();
+    std::optional<World> two;
+    if (rank < 2) {
+      two = World::join({.rank = rank,
+                         .size = 2,
+                         .store = c10::make_intrusive<c10d::PrefixStore>("two", all.store())});
+      Training run(*two);
+      Checkpointer checkpoints(folder.path(), *two);
+      run.add_to(checkpoints);
+      run.step();
+      checkpoints.save(1);
+    }
+    all.barrier();
+    Training run(all);
+    Checkpointer checkpoints(folder.path(), all);
+    run.add_to(checkpoints);
+    EXPECT_EQ(checkpoints.load_latest().step, 1);
+    run.step();
+    run.ddp->check_replicas();
+    const at::Tensor drawn = all.all_gather(at::rand({8}));
+    EXPECT_FALSE(at::equal(drawn[0], drawn[2]));
+    EXPECT_FALSE(at::equal(drawn[1], drawn[2]));
+  };
+  EXPECT_TRUE(all_passed(run_ranks(3, body, {.variables = folder.variables()})));
+}
+
+// As on hosts that share no disk: each has a whole copy, and one that has none is given it.
+TEST(Checkpoint, FoldersOfTheirOwn) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join();
+    const std::string mine = fmt::format("{}/{}", folder.path(), rank);
+    std::vector<at::Tensor> saved;
+    {
+      Training run(world);
+      Checkpointer checkpoints(mine, world);
+      run.add_to(checkpoints);
+      run.step();
+      checkpoints.save(1);
+      run.step();
+      checkpoints.save_async(2);
+      checkpoints.wait();
+      saved = run.state();
+    }
+    EXPECT_EQ(checkpoints_in(mine), (std::vector<std::string>{"0-step-1", "1-step-2"}));
+    if (rank == 0) fs::remove_all(mine);                                               // a new disk
+    if (rank == 2) fs::resize_file(mine + "/1-step-2/tensors-0-of-1.safetensors", 9);  // a bad one
+    Training run(world);
+    Checkpointer checkpoints(mine, world);
+    run.add_to(checkpoints);
+    const Loaded loaded = checkpoints.load_latest();
+    EXPECT_EQ(loaded.step, 2);
+    EXPECT_EQ(loaded.skipped.size(), 1U);
+    EXPECT_TRUE(is_equal(saved, run.state()));
+    const at::Tensor drawn = world.all_gather(at::rand({8}));
+    EXPECT_FALSE(at::equal(drawn[0], drawn[1])) << "each rank has its own random state";
+    checkpoints.save(3);
+    EXPECT_EQ(checkpoints_in(mine).back(), "2-step-3");
+  };
+  EXPECT_TRUE(all_passed(run_ranks(3, body, {.variables = folder.variables()})));
+}
+
+TEST(Checkpoint, RanksThatDisagreeOrStayAwayAreErrors) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(2)});
+    Training run(world);
+    Checkpointer checkpoints(folder.path(), world);
+    run.add_to(checkpoints);
+    expect_error<MismatchError>([&] { checkpoints.save(rank); },
+                                {"the step is 0 on rank 0 and 1 on rank 1", "at the same step"});
+    checkpoints.save(5);
+    expect_error<UsageError>([&] { checkpoints.save(-1); }, {"negative"});
+    run.optimizer->zero_grad();
+    run.model(at::randn({4, 4})).sum().backward();
+    expect_error<UsageError>([&] { checkpoints.save(6); }, {"1 backwards of an accumulation"});
+    run.model(at::randn({4, 4})).sum().backward();
+    checkpoints.save(6);
+    if (rank == 0) {
+      const auto began = std::chrono::steady_clock::now();
+      EXPECT_THROW(checkpoints.save(7), TimeoutError);
+      EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
+    } else {
+      std::this_thread::sleep_for(std::chrono::seconds(4));
+    }
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+  EXPECT_EQ(checkpoints_in(folder.path()), (std::vector<std::string>{"0-step-5", "1-step-6"}));
+}
+
+TEST(Checkpoint, TakesTheNewestThatIsWholeAndSaysWhatItSkipped) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join();
+    Training run(world);
+    Checkpointer checkpoints(folder.path(), world, {.keep_last = 0});
+    run.add_to(checkpoints);
+    for (int step = 1; step <= 4; ++step) {
+      run.step();
+      checkpoints.save(step);
+    }
+    if (rank == 0) {
+      fs::resize_file(folder.path() + "/3-step-4/tensors-1-of-2.safetensors", 100);
+      std::ofstream(folder.path() + "/2-step-3/state.json", std::ios::app) << " ";
+      fs::create_directory(folder.path() + "/9-step-9");
+    }
+    world.barrier();
+    const Loaded loaded = checkpoints.load_latest();
+    EXPECT_EQ(loaded.step, 2);
+    ASSERT_EQ(loaded.skipped.size(), 3U);
+    EXPECT_NE(loaded.skipped[0].find("9-step-9 has no manifest.json"), std::string::npos);
+    EXPECT_NE(loaded.skipped[1].find("has 100 bytes instead of"), std::string::npos);
+    EXPECT_NE(loaded.skipped[2].find("state.json has"), std::string::npos);
+    expect_error<UsageError>([&] { checkpoints.load(folder.path() + "/3-step-4"); },
+                             {"is not whole: tensors-1-of-2.safetensors has 100 bytes"});
+    expect_error<UsageError>([&] { checkpoints.load(folder.path() + "/nothing"); },
+                             {"has no manifest.json"});
+    EXPECT_EQ(checkpoints.load(folder.path() + "/0-step-1").step, 1);
+    checkpoints.save(2);  // newer than those with larger steps
+    EXPECT_EQ(checkpoints.load_latest().path, folder.path() + "/4-step-2");
+    world.barrier();
+    if (rank == 0) {
+      for (const std::string& name : checkpoints_in(folder.path())) {
+        fs::remove(folder.path() + "/" + name + "/state.json");
+      }
+    }
+    world.barrier();
+    expect_error<UsageError>([&] { checkpoints.load_latest(); },
+                             {"None of the checkpoints is whole", "0-step-1", "4-step-2"});
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
+TEST(Checkpoint, ListsAllThatDoesNotFitAndChangesNothing) {
+  const TempFolder folder(kFolder);
+  const World world = World::join();
+  {
+    Training run(world);
+    run.step();
+    Checkpointer checkpoints(folder.path(), world);
+    run.add_to(checkpoints);
+    checkpoints.save(1);
+  }
+  struct OtherImpl : torch::nn::Module {
+    OtherImpl() {
+      first = register_module("first", torch::nn::Linear(4, 16));
+      extra = register_module("extra", torch::nn::Linear(2, 2));
+      last = register_module("last", torch::nn::Linear(16, 3));
+    }
+    torch::nn::Linear first{nullptr}, extra{nullptr}, last{nullptr};
+  };
+  const auto other = std::make_shared<OtherImpl>();
+  const at::Tensor before = other->first->weight.detach().clone();
+  std::string note;
+  Checkpointer checkpoints(folder.path(), world);
+  checkpoints.add(std::static_pointer_cast<torch::nn::Module>(other));
+  checkpoints.add(
+      "note", [] { return std::string("x"); }, [&](const std::string& text) { note = text; });
+  expect_error<UsageError>(
+      [&] { checkpoints.load_latest(); },
+      {"missing: note", "unexpected: optimizer", "unexpected: sampler",
+       "missing: model.extra.weight F32 [2, 2]", "unexpected: model.norm.weight F32 [16]",
+       "model.last.weight: F32 [2, 16] in the file, F32 [3, 16] here", "nothing was changed"});
+  EXPECT_TRUE(at::equal(before, other->first->weight));
+  const Loaded loaded = checkpoints.load_latest({.strict = false});
+  EXPECT_EQ(loaded.step, 1);
+  EXPECT_GT(loaded.differences.size(), 5U);
+  EXPECT_FALSE(at::equal(before, other->first->weight));
+
+  torch::optim::LBFGS unknown(other->parameters());
+  EXPECT_THROW(checkpoints.add(unknown), UsageError);
+  EXPECT_THROW(checkpoints.add(
+                   "note", [] { return ""; }, [](const std::string&) {}),
+               UsageError);
+  EXPECT_THROW(Checkpointer(folder.path(), world), UsageError) << "the folder is in use";
+  EXPECT_THROW(Checkpointer("/proc/nowhere", world), SystemError);
+  EXPECT_THROW(Checkpointer(folder.path() + "/x", world, {.keep_last = -1}), UsageError);
+}
+
+TEST(Checkpoint, AnOptimizerOfAnotherKindOrShapeIsNamed) {
+  const TempFolder folder(kFolder);
+  const World world = World::join();
+  const auto load_with = [&](const std::string& optimizer) {
+    Training run(world, optimizer);
+    Checkpointer checkpoints(folder.path(), world);
+    run.add_to(checkpoints);
+    checkpoints.load_latest();
+  };
+  {
+    Training run(world);
+    run.step();
+    Checkpointer checkpoints(folder.path(), world);
+    run.add_to(checkpoints);
+    checkpoints.save(1);
+  }
+  expect_error<UsageError>([&] { load_with("SGD"); },
+                           {"'optimizer' is SGD, in the checkpoint AdamW"});
+  load_with("AdamW");
+}
+
+TEST(Checkpoint, KeepsTheLastAndEveryMth) {
+  const TempFolder folder(kFolder);
+  const World world = World::join();
+  Training run(world);
+  Checkpointer checkpoints(folder.path(), world, {.keep_last = 2, .keep_every = 3});
+  run.add_to(checkpoints);
+  for (int step = 0; step < 8; ++step) {
+    step % 2 == 0 ? checkpoints.save(step) : checkpoints.save_async(step);
+  }
+  checkpoints.wait();
+  EXPECT_EQ(checkpoints_in(folder.path()),
+            (std::vector<std::string>{"0-step-0", "3-step-3", "6-step-6", "7-step-7"}));
+}
+
+TEST(Weights, EveryTypeAndLayoutComesBack) {
+  const TempFolder folder(kFolder);
+  const std::string path = folder.path() + "/all.safetensors";
+  std::vector<NamedTensor> tensors;
+  for (const at::ScalarType type :
+       {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort,
+        at::kChar, at::kByte, at::kBool, at::kComplexFloat, at::kComplexDouble, at::kUInt16,
+        at::kUInt32, at::kUInt64, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
+    tensors.push_back({c10::toString(type), at::arange(12).reshape({3, 4}).to(type)});
+  }
+  tensors.push_back({"transposed", at::arange(6).reshape({2, 3}).t()});
+  tensors.push_back({"scalar", at::scalar_tensor(2.5)});
+  tensors.push_back({"empty", at::empty({0, 3})});
+  tensors.push_back(
+      {"channels", at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast)});
+  tensors.push_back({"large", at::randn({300, 200, 100}).transpose(0, 2)});  // beyond the buffer
+  save_tensors(path, tensors);
+  const auto loaded = load_tensors(path);
+  ASSERT_EQ(loaded.size(), tensors.size());
+  for (const NamedTensor& one : tensors) {
+    const auto found = std::ranges::find(loaded, one.name, &NamedTensor::name);
+    ASSERT_NE(found, loaded.end());
+    at::Tensor tensor = one.tensor.contiguous();
+    if (tensor.scalar_type() == at::kComplexDouble) tensor = at::view_as_real(tensor);
+    EXPECT_EQ(found->tensor.scalar_type(), tensor.scalar_type()) << one.name;
+    EXPECT_EQ(found->tensor.sizes(), tensor.sizes()) << one.name;
+    EXPECT_EQ(std::memcmp(found->tensor.const_data_ptr(), tensor.const_data_ptr(), tensor.nbytes()),
+              0)
+        << one.name;
+  }
+  EXPECT_THROW(save_tensors("/proc/x.safetensors", tensors), SystemError);
+  EXPECT_THROW(save_tensors(path, {{"q", at::empty({2}, at::kComplexHalf)}}), UsageError);
+  EXPECT_THROW(load_tensors(folder.path()), UsageError);
+  EXPECT_THROW(load_tensors(folder.path() + "/none"), SystemError);
+  std::ofstream(folder.path() + "/foreign") << "not such a file at all";
+  EXPECT_THROW(load_tensors(folder.path() + "/foreign"), UsageError);
+  EXPECT_EQ(checkpoints_in(folder.path()).size(), 2U) << "nothing half-written stays";
+}
+
+TEST(Weights, NamesAreThoseOfTheModelAndOthersAreListed) {
+  const TempFolder folder(kFolder);
+  const std::string path = folder.path() + "/w.safetensors";
+  const test::DropNet model;
+  save_weights(path, *model);
+  std::set<std::string> names;
+  for (const NamedTensor& one : load_tensors(path)) names.insert(one.name);
+  EXPECT_EQ(names, (std::set<std::string>{"first.weight", "first.bias", "last.weight", "last.bias",
+                                          "norm.weight", "norm.bias", "norm.running_mean",
+                                          "norm.running_var", "norm.num_batches_tracked"}));
+  torch::nn::Sequential other(torch::nn::Linear(4, 16));
+  expect_error<UsageError>([&] { load_weights(path, *other); },
+                           {"missing: 0.weight F32 [16, 4]", "unexpected: first.bias F32 [16]"});
+  test::DropNet half;
+  half->to(at::kBFloat16);
+  expect_error<UsageError>([&] { load_weights(path, *half); }, {"F32 [16, 4] in the file, BF16"});
+  load_weights(path, *half, {.strict = false});
+  EXPECT_TRUE(at::allclose(half->first->weight.to(at::kFloat), model->first->weight, 0.01, 0.01));
+}
+
+}  // namespace
+}  // namespace lockstep

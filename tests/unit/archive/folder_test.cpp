@@ -1,0 +1,184 @@
+#include "archive/folder.h"
+
+#include <gtest/gtest.h>
+#include <lockstep/error.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "launch/inspect.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Folder : public testing::Test {
+ protected:
+  Folder() {
+    std::string name = testing::TempDir() + "lockstep-folder-XXXXXX";
+    path_ = ::mkdtemp(name.data());
+  }
+  ~Folder() override { fs::remove_all(path_); }
+
+  // A checkpoint with one tensor of two numbers, and a state.
+  static std::string commit(const CheckpointFolder& folder, std::int64_t number,
+                            std::int64_t step) {
+    folder.begin(number);
+    std::vector<std::pair<std::string, TensorEntry>> tensors = {
+        {"w", {.dtype = "F32", .shape = {2}}}};
+    const float values[2] = {1, static_cast<float>(step)};
+    std::string bytes = make_header(tensors, {});
+    bytes.append(reinterpret_cast<const char*>(values), sizeof values);
+    Manifest manifest{.step = step, .world_size = 1};
+    const std::string unfinished = folder.unfinished_path(number);
+    manifest.files.push_back(write_file(unfinished, "tensors-0-of-1.safetensors", bytes));
+    manifest.files.push_back(
+        write_file(unfinished, "state.json", R"({"step":)" + std::to_string(step) + "}"));
+    const CheckpointName name{number, step};
+    folder.commit(name, manifest);
+    return folder.path() + "/" + name.text();
+  }
+
+  static void change_byte(const std::string& file, std::streamoff at) {
+    std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+    stream.seekg(at);
+    const char changed = static_cast<char>(stream.get() ^ 1);
+    stream.seekp(at);
+    stream.put(changed);
+  }
+
+  std::string path_;
+};
+
+std::string damage_of(const std::string& checkpoint) try {
+  return find_damage(checkpoint, read_manifest(checkpoint));
+} catch (const Error& error) {
+  return error.message();
+}
+
+TEST_F(Folder, ACheckpointIsWholeWhenItHasItsName) {
+  const CheckpointFolder folder(path_);
+  const std::string checkpoint = commit(folder, 3, 40);
+  EXPECT_EQ(checkpoint, path_ + "/3-step-40");
+  EXPECT_FALSE(fs::exists(folder.unfinished_path(3)));
+  EXPECT_EQ(damage_of(checkpoint), "");
+  const Manifest manifest = read_manifest(checkpoint);
+  EXPECT_EQ(manifest.step, 40);
+  EXPECT_EQ(manifest.files.size(), 2U);
+  commit(folder, 4, 20);  // a run that went back goes on
+  commit(folder, 10, 30);
+  const auto names = list_checkpoints(path_);
+  ASSERT_EQ(names.size(), 3U);
+  EXPECT_EQ(names[0].text(), "10-step-30");
+  EXPECT_EQ(names[1].text(), "4-step-20");
+}
+
+TEST_F(Folder, AnyBitThatChangesIsFound) {
+  const CheckpointFolder folder(path_);
+  const std::string checkpoint = commit(folder, 0, 7);
+  for (const std::string name : {"tensors-0-of-1.safetensors", "state.json", "manifest.json"}) {
+    const std::string file = checkpoint + "/" + name;
+    const auto size = static_cast<std::streamoff>(fs::file_size(file));
+    for (std::streamoff at = 0; at < size; ++at) {
+      change_byte(file, at);
+      EXPECT_NE(damage_of(checkpoint), "") << name << " byte " << at;
+      change_byte(file, at);
+    }
+    EXPECT_EQ(damage_of(checkpoint), "");
+  }
+}
+
+TEST_F(Folder, WhatIsMissingOrShortIsNamed) {
+  const CheckpointFolder folder(path_);
+  const std::string checkpoint = commit(folder, 0, 7);
+  fs::resize_file(checkpoint + "/state.json", 3);
+  EXPECT_EQ(damage_of(checkpoint), "state.json has 3 bytes instead of 10");
+  fs::remove(checkpoint + "/state.json");
+  EXPECT_NE(damage_of(checkpoint).find("state.json: No such file"), std::string::npos);
+  fs::rename(checkpoint + "/manifest.json", checkpoint + "/manifest");
+  EXPECT_NE(damage_of(checkpoint).find("has no manifest.json"), std::string::npos);
+  fs::rename(checkpoint, path_ + "/a-step-7");
+  EXPECT_TRUE(list_checkpoints(path_).empty());
+}
+
+TEST_F(Folder, WhatMayNotBeReadIsNamed) {
+  const CheckpointFolder folder(path_);
+  const std::string checkpoint = commit(folder, 0, 7);
+  fs::permissions(path_, fs::perms::all);
+  ASSERT_EQ(::chmod((checkpoint + "/state.json").c_str(), 0), 0);
+  constexpr uid_t kNobody = 65534;
+  const uid_t me = ::geteuid();
+  if (me == 0) {
+    ASSERT_EQ(::seteuid(kNobody), 0);  // root may read everything
+  }
+  const std::string damage = damage_of(checkpoint);
+  if (me == 0) {
+    ASSERT_EQ(::seteuid(me), 0);
+  }
+  EXPECT_NE(damage.find("/state.json: Permission denied"), std::string::npos) << damage;
+}
+
+TEST_F(Folder, OrphansGoAndOldOnesGo) {
+  {
+    const CheckpointFolder folder(path_);
+    folder.begin(5);
+    write_file(folder.unfinished_path(5), "tensors-0-of-1.safetensors", "half of it");
+  }
+  const CheckpointFolder folder(path_);
+  folder.remove_orphans();
+  EXPECT_FALSE(fs::exists(folder.unfinished_path(5)));
+  for (int i = 0; i < 10; ++i) commit(folder, i, i * 100);
+  folder.retain(2, 4);
+  std::vector<std::string> left;
+  for (const auto& name : list_checkpoints(path_)) left.push_back(name.text());
+  EXPECT_EQ(left, (std::vector<std::string>{"9-step-900", "8-step-800", "4-step-400", "0-step-0"}));
+  folder.retain(0, 0);
+  EXPECT_EQ(list_checkpoints(path_).size(), 4U);
+}
+
+TEST_F(Folder, TwoRunsDoNotShareIt) {
+  EXPECT_EQ(identify_folder(path_), identify_folder(path_ + "/."));
+  EXPECT_NE(identify_folder(path_), identify_folder(path_ + "/other"));
+  const CheckpointFolder folder(path_);
+  try {
+    const CheckpointFolder second(path_);
+    ADD_FAILURE();
+  } catch (const UsageError& error) {
+    EXPECT_NE(std::string(error.what()).find("Another run writes its checkpoints to " + path_),
+              std::string::npos);
+  }
+  EXPECT_THROW(CheckpointFolder("/proc/nothing"), SystemError);
+}
+
+TEST_F(Folder, InspectSaysWhatIsThere) {
+  const CheckpointFolder folder(path_);
+  const std::string one = commit(folder, 0, 7);
+  const std::string two = commit(folder, 1, 8);
+  Report report = inspect(one);
+  EXPECT_EQ(report.code, 0);
+  EXPECT_NE(report.text.find("whole\n  step 7"), std::string::npos) << report.text;
+  EXPECT_NE(report.text.find("w  F32 [2]"), std::string::npos) << report.text;
+  report = diff(one, two);
+  EXPECT_EQ(report.code, 1);
+  EXPECT_EQ(report.text, "w: 1 of 2 values differ, by up to 1\nstate/step: 7 and 8\n");
+  EXPECT_EQ(diff(one, one).code, 0);
+  report = diff(one + "/tensors-0-of-1.safetensors", two + "/tensors-0-of-1.safetensors");
+  EXPECT_EQ(report.text, "w: 1 of 2 values differ, by up to 1\n");
+  change_byte(two + "/tensors-0-of-1.safetensors", 65);
+  report = inspect(path_);
+  EXPECT_EQ(report.code, 1);
+  EXPECT_NE(
+      report.text.find("1-step-8  not whole: tensors-0-of-1.safetensors has a wrong checksum"),
+      std::string::npos)
+      << report.text;
+  EXPECT_NE(report.text.find("0-step-7  whole"), std::string::npos);
+  EXPECT_EQ(inspect(two).code, 1);
+  EXPECT_THROW(inspect(path_ + "/nothing"), SystemError);
+  EXPECT_THROW(inspect("/proc/self"), UsageError);
+}
+
+}  // namespace
+}  // namespace lockstep
