@@ -16,7 +16,9 @@
 // checkpoint whole. It appears by one rename, so what is interrupted leaves the older ones alone.
 // States of all ranks' random generators are part of it. All calls that save or load are
 // collective: every rank makes them, at the same step. Objects that were added must outlive the
-// Checkpointer. What a communication hook keeps (PowerSGD, top-k) is not saved.
+// Checkpointer, and stay where they are. Tensors are the same on all ranks, as
+// DistributedDataParallel keeps them: ranks share the work of writing. What a communication hook
+// keeps (PowerSGD, top-k) is not saved.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -89,7 +91,10 @@ class LOCKSTEP_API Checkpointer {
   Checkpointer& add(torch::optim::Optimizer& optimizer, const std::string& name = "optimizer");
   Checkpointer& add(optim::Schedule& schedule, const std::string& name = "schedule");
   Checkpointer& add(GradScaler& scaler, const std::string& name = "scaler");
-  Checkpointer& add(DistributedSampler& sampler, const std::string& name = "sampler");
+  // A sampler alone. Under a data loader that draws ahead, `used` says how many samples of this
+  // epoch this rank has really used since the last reset; lockstep::Loader knows that by itself.
+  Checkpointer& add(DistributedSampler& sampler, const std::string& name = "sampler",
+                    std::function<std::size_t()> used = {});
   Checkpointer& add(Loader& loader, const std::string& name = "sampler");
   // Anything else, as a text. Rank 0's is saved, all ranks load it.
   Checkpointer& add(const std::string& name, std::function<std::string()> save,

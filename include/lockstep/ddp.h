@@ -122,7 +122,7 @@ class LOCKSTEP_API DistributedDataParallel {
   // For a rank that is out of data: takes part in the others' steps, with weight 0, until all
   // ranks are here. `step` is what the program does after backward (optimizer.step()), so that this
   // replica goes on like the others; without it the last rank's parameters and buffers are sent to
-  // all at the end, and states of optimizers differ.
+  // all at the end, and states of optimizers differ. Returns early if must_stop() becomes true.
   void join(const std::function<void()>& step = {});
 
   // Compares all replicas now. Collective.

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <vector>
 
 namespace lockstep {
@@ -15,14 +17,13 @@ namespace {
 
 constexpr std::size_t kPiece = 1 << 20;         // hashed while it is in the cache
 constexpr std::uint64_t kReadAhead = 64 << 20;  // so that the disk is busy while we hash
-constexpr std::uint64_t kSmall = 256 << 20;     // of state and manifest
 constexpr const char* kDiskAdvice = "Check whether the disk is full or failing.";
 
 }  // namespace
 
 FileWriter::FileWriter(const std::string& folder, const std::string& name)
     : path_(folder + "/" + name),
-      file_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
+      file_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
   if (!file_) {
     throw_errno(fmt::format("cannot write {}", path_),
                 "Give a folder that this user may write to.");
@@ -69,7 +70,7 @@ void sync_folder(const std::string& folder) {
 }
 
 FileReader::FileReader(const std::string& path)
-    : path_(path), file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+    : path_(path), file_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
   struct stat status {};
   if (!file_ || ::fstat(file_.get(), &status) != 0) {
     throw_errno(fmt::format("cannot read {}", path_), "Check its name and its permissions.");
@@ -133,13 +134,28 @@ TensorHeader FileReader::tensors() const {
 
 std::string read_whole(const std::string& path) {
   const FileReader file(path);
-  if (file.bytes() > kSmall) {
+  if (file.bytes() > kMaxSmallBytes) {
     throw UsageError({.operation = "reading a checkpoint"},
                      fmt::format("{} has {} bytes, far more than such a file has.\nTake another "
                                  "copy of it.",
                                  path, file.bytes()));
   }
   return file.read(0, file.bytes());
+}
+
+nlohmann::json parse_json(const std::string& text, const std::string& path) {
+  constexpr int kMaxDepth = 32;  // what comes after works by recursion
+  const auto too_deep = [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
+    if (depth > kMaxDepth) throw std::length_error("too deep");
+    return true;
+  };
+  try {
+    nlohmann::json json = nlohmann::json::parse(text, too_deep);
+    if (json.is_object()) return json;
+  } catch (const std::exception&) {  // said below
+  }
+  throw UsageError({.operation = "reading a checkpoint"},
+                   fmt::format("{} is not as lockstep writes it.\nTake another copy of it.", path));
 }
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 
@@ -58,7 +59,11 @@ class FileReader {
   std::uint64_t bytes_ = 0;
 };
 
+// Manifests and states are smaller.
+constexpr std::uint64_t kMaxSmallBytes = 256 << 20;
 // The whole of a file that is expected to be small. Throws: UsageError if it is not.
 std::string read_whole(const std::string& path);
+// Throws: UsageError if it is no JSON object, or nested deeper than any of ours.
+nlohmann::json parse_json(const std::string& text, const std::string& path);
 
 }  // namespace lockstep

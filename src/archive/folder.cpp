@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <lockstep/error.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,7 +27,8 @@ using Json = nlohmann::json;
 
 constexpr int kFormat = 1;
 constexpr const char* kManifest = "manifest.json";
-constexpr const char* kIdentity = ".lockstep";
+constexpr const char* kLock = ".lock";
+constexpr std::string_view kProbe = ".probe-";
 constexpr std::string_view kUnfinished = ".unfinished-";
 
 [[noreturn]] void refuse(const std::string& message) {
@@ -60,14 +62,37 @@ CheckpointName parse_name(const std::string& text) {
   return name;
 }
 
+// With its parents, whose lists of names are brought to the disk.
 void make_folder(const std::string& path) {
+  const fs::path whole = fs::absolute(path);
   std::error_code error;
-  fs::create_directories(path, error);
-  if (error) {
-    errno = error.value();
+  if (fs::is_directory(whole, error)) return;
+  if (whole.has_parent_path() && whole.parent_path() != whole) make_folder(whole.parent_path());
+  if (::mkdir(whole.c_str(), 0777) != 0 && errno != EEXIST) {
     throw_errno(fmt::format("cannot make the folder {}", path),
                 "Give a folder that this user may write to.");
   }
+  sync_folder(whole.parent_path());
+}
+
+std::string random_name(std::string_view prefix) {
+  std::random_device random;
+  return fmt::format("{}{:08x}{:08x}", prefix, random(), random());
+}
+
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  fs::directory_iterator entry(folder, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  if (error) {
+    errno = error.value();
+    throw_errno(fmt::format("cannot read the folder {}", folder),
+                "Check its name and its permissions.");
+  }
+  return names;
 }
 
 }  // namespace
@@ -76,15 +101,8 @@ std::string CheckpointName::text() const { return fmt::format("{}-step-{}", numb
 
 std::vector<CheckpointName> list_checkpoints(const std::string& folder) {
   std::vector<CheckpointName> found;
-  std::error_code error;
-  fs::directory_iterator entries(folder, error);
-  if (error) {
-    errno = error.value();
-    throw_errno(fmt::format("cannot read the folder {}", folder),
-                "Check its name and its permissions.");
-  }
-  for (const auto& entry : entries) {
-    const CheckpointName name = parse_name(entry.path().filename().string());
+  for (const std::string& text : names_in(folder)) {
+    const CheckpointName name = parse_name(text);
     if (name.number >= 0) found.push_back(name);
   }
   std::ranges::sort(found, std::greater(), &CheckpointName::number);
@@ -93,11 +111,12 @@ std::vector<CheckpointName> list_checkpoints(const std::string& folder) {
 
 Manifest read_manifest(const std::string& checkpoint) {
   const std::string path = checkpoint + "/" + kManifest;
-  if (!fs::exists(path))
+  std::error_code error;
+  if (fs::status(path, error).type() == fs::file_type::not_found) {
     refuse(fmt::format("{} has no {}.\nGive a checkpoint.", checkpoint, kManifest));
-  const std::string text = read_whole(path);
+  }
+  Json json = parse_json(read_whole(path), path);
   try {
-    Json json = Json::parse(text);
     Manifest manifest;
     manifest.hash = json.at("hash");
     json.erase("hash");
@@ -112,6 +131,13 @@ Manifest read_manifest(const std::string& checkpoint) {
     manifest.saved_at = json.at("saved_at");
     manifest.world_size = json.at("world_size");
     manifest.files = json.at("files").get<std::vector<FileRecord>>();
+    for (const FileRecord& file : manifest.files) {
+      if (file.name.empty() || file.name.find('/') != std::string::npos) {
+        refuse(
+            fmt::format("{} names '{}', which is not a file beside it.\nTake another checkpoint.",
+                        path, file.name));
+      }
+    }
     return manifest;
   } catch (const Json::exception&) {
     refuse(fmt::format("{} is no manifest of a checkpoint.\nTake another one.", path));
@@ -120,8 +146,6 @@ Manifest read_manifest(const std::string& checkpoint) {
 
 std::string find_damage(const std::string& checkpoint, const Manifest& manifest) try {
   for (const FileRecord& record : manifest.files) {
-    const bool is_plain = record.name.find('/') == std::string::npos && !record.name.empty();
-    if (!is_plain) return fmt::format("its manifest names the file '{}'", record.name);
     const FileReader file(checkpoint + "/" + record.name);
     if (file.bytes() != record.bytes) {
       return fmt::format("{} has {} bytes instead of {}", record.name, file.bytes(), record.bytes);
@@ -134,9 +158,9 @@ std::string find_damage(const std::string& checkpoint, const Manifest& manifest)
 }
 
 CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
-  identify_folder(path_);
-  const std::string file = path_ + "/" + kIdentity;
-  lock_ = Fd(::open(file.c_str(), O_RDWR | O_CLOEXEC));
+  make_folder(path_);
+  const std::string file = path_ + "/" + kLock;
+  lock_ = Fd(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
   if (!lock_) throw_errno(fmt::format("cannot write {}", file), "Check its permissions.");
   if (::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return;
   if (errno != EWOULDBLOCK) throw_errno(fmt::format("cannot lock {}", file), "Use another folder.");
@@ -146,43 +170,44 @@ CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
                   path_));
 }
 
-std::string CheckpointFolder::unfinished_path(std::int64_t number) const {
-  return fmt::format("{}/{}{}", path_, kUnfinished, number);
-}
-
 void CheckpointFolder::remove_orphans() const {
-  for (const auto& entry : fs::directory_iterator(path_)) {
+  for (const std::string& name : names_in(path_)) {
     std::error_code ignored;  // it stays an orphan
-    const std::string name = entry.path().filename().string();
-    if (name.starts_with(kUnfinished) || name.starts_with(std::string(kIdentity) + "-")) {
-      fs::remove_all(entry.path(), ignored);
+    if (name.starts_with(kUnfinished) || name.starts_with(kProbe)) {
+      fs::remove_all(path_ + "/" + name, ignored);
     }
   }
 }
 
-void CheckpointFolder::begin(std::int64_t number) const {
-  abandon(number);
-  make_folder(unfinished_path(number));
+std::string CheckpointFolder::begin() const {
+  // Chance is in the name, so a process of an earlier run that is still there writes elsewhere.
+  std::string name = random_name(kUnfinished);
+  if (::mkdir((path_ + "/" + name).c_str(), 0777) != 0) {
+    throw_errno(fmt::format("cannot make the folder {}/{}", path_, name),
+                "Check whether the disk is full, and the folder's permissions.");
+  }
+  return name;
 }
 
-void CheckpointFolder::commit(const CheckpointName& name, Manifest manifest) const {
-  const std::string unfinished = unfinished_path(name.number);
-  const std::string finished = path_ + "/" + name.text();
+void CheckpointFolder::commit(const std::string& unfinished, const CheckpointName& name,
+                              Manifest manifest) const {
+  const std::string from = path_ + "/" + unfinished;
+  const std::string to = path_ + "/" + name.text();
   manifest.saved_at = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
   Json json = to_json(manifest);
   json["hash"] = hash_of(json);
-  write_file(unfinished, kManifest, json.dump(1) + "\n");
-  sync_folder(unfinished);
-  if (::rename(unfinished.c_str(), finished.c_str()) != 0) {
-    throw_errno(fmt::format("cannot rename {} to {}", unfinished, finished),
+  write_file(from, kManifest, json.dump(1) + "\n");
+  sync_folder(from);
+  if (::rename(from.c_str(), to.c_str()) != 0) {
+    throw_errno(fmt::format("cannot rename {} to {}", from, to),
                 "Check whether the disk is full or failing.");
   }
   sync_folder(path_);
 }
 
-void CheckpointFolder::abandon(std::int64_t number) const noexcept {
+void CheckpointFolder::abandon(const std::string& unfinished) const noexcept {
   std::error_code ignored;  // the next start removes it
-  fs::remove_all(unfinished_path(number), ignored);
+  fs::remove_all(path_ + "/" + unfinished, ignored);
 }
 
 void CheckpointFolder::retain(int keep_last, int keep_every) const {
@@ -191,29 +216,18 @@ void CheckpointFolder::retain(int keep_last, int keep_every) const {
   for (std::size_t i = static_cast<std::size_t>(keep_last); i < names.size(); ++i) {
     if (keep_every > 0 && names[i].number % keep_every == 0) continue;
     // First it loses its name, so that half of it is never taken for a checkpoint.
-    const std::string gone = unfinished_path(names[i].number);
+    const std::string gone = random_name(kUnfinished);
     std::error_code ignored;  // it is tried again with the next one
-    fs::rename(path_ + "/" + names[i].text(), gone, ignored);
-    fs::remove_all(gone, ignored);
+    fs::rename(path_ + "/" + names[i].text(), path_ + "/" + gone, ignored);
+    abandon(gone);
   }
 }
 
-std::string identify_folder(const std::string& path) {
+std::string leave_probe(const std::string& path) {
   make_folder(path);
-  const std::string file = path + "/" + kIdentity;
-  if (!fs::exists(file)) {
-    std::random_device random;
-    const std::string mine = fmt::format("{}-{}-{}", file, random(), ::getpid());
-    const std::string id = fmt::format("{:08x}{:08x}{:08x}\n", random(), random(), random());
-    write_file(path, mine.substr(path.size() + 1), id);
-    // Of all who try, one wins.
-    const bool is_made = ::link(mine.c_str(), file.c_str()) == 0 || errno == EEXIST;
-    const int code = errno;
-    ::unlink(mine.c_str());
-    errno = code;
-    if (!is_made) throw_errno(fmt::format("cannot write {}", file), "Use another file system.");
-  }
-  return read_whole(file);
+  std::string name = random_name(kProbe);
+  write_file(path, name, "");
+  return name;
 }
 
 }  // namespace lockstep

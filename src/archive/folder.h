@@ -3,8 +3,8 @@
 //   FOLDER/12-step-600/manifest.json          the files below, their sizes and checksums
 //                      state.json             step, schedule, sampler, ...
 //                      tensors-0-of-2.safetensors ...
-//   FOLDER/.unfinished-13/                    being written
-//   FOLDER/.lockstep                          whose content names the folder; locked by its writer
+//   FOLDER/.unfinished-0f3c.../               being written
+//   FOLDER/.lock                              locked by the process that commits
 //
 // A checkpoint appears under its name by one rename, when all of it is on the disk. Its number says
 // which is the newest: a run that goes on from an older one makes newer ones.
@@ -47,14 +47,14 @@ class CheckpointFolder {
   explicit CheckpointFolder(std::string path);
 
   const std::string& path() const { return path_; }
-  std::string unfinished_path(std::int64_t number) const;
 
   // Removes what dead processes have left unfinished.
   void remove_orphans() const;
-  void begin(std::int64_t number) const;
+  // The name of a new folder for files that are to become a checkpoint.
+  std::string begin() const;
   // Writes the manifest, and makes the checkpoint appear.
-  void commit(const CheckpointName& name, Manifest manifest) const;
-  void abandon(std::int64_t number) const noexcept;
+  void commit(const std::string& unfinished, const CheckpointName& name, Manifest manifest) const;
+  void abandon(const std::string& unfinished) const noexcept;
   // Removes all but the newest `keep_last`, and those whose number `keep_every` divides.
   void retain(int keep_last, int keep_every) const;
 
@@ -63,7 +63,8 @@ class CheckpointFolder {
   Fd lock_;
 };
 
-// Makes the folder if it is not there. Returns what names it, on whatever host it is seen.
-std::string identify_folder(const std::string& path);
+// Makes the folder if it is not there, and a file in it by whose name others see whether they look
+// into the same one. The caller, or remove_orphans(), removes it.
+std::string leave_probe(const std::string& path);
 
 }  // namespace lockstep

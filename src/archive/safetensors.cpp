@@ -250,6 +250,14 @@ std::string make_header(std::vector<std::pair<std::string, TensorEntry>>& tensor
         {"dtype", entry.dtype}, {"shape", entry.shape}, {"data_offsets", {entry.begin, at}}};
   }
   std::string text = json.dump();
+  if (text.size() > kMaxHeaderBytes || json.size() != tensors.size() + (metadata.empty() ? 0 : 1)) {
+    throw UsageError(
+        {.operation = "save"},
+        fmt::format("{} tensors, with {} different names and {} bytes of their "
+                    "description, do not go into a file.\nGive each a name of its own, "
+                    "and save fewer together.",
+                    tensors.size(), json.size(), text.size()));
+  }
   text.resize((text.size() + kAlignment - 1) / kAlignment * kAlignment, ' ');
   std::string length;
   for (std::size_t i = 0; i < kLengthBytes; ++i) {

@@ -37,8 +37,8 @@ std::uint64_t parse_header_length(std::string_view first_bytes, std::uint64_t fi
                                   const std::string& file);
 TensorHeader parse_header(std::string_view json, std::uint64_t file_bytes, const std::string& file);
 
-// The first bytes of a file with these tensors, in this order; sets their places. Names, types and
-// shapes are given, and are the caller's to get right.
+// The first bytes of a file with these tensors, in this order; sets their places. Throws:
+// UsageError if two have one name, or they are too many.
 std::string make_header(std::vector<std::pair<std::string, TensorEntry>>& tensors,
                         const std::map<std::string, std::string>& metadata);
 

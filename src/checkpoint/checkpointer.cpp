@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <lockstep/error.h>
 #include <torch/nn/module.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -19,10 +20,8 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 void note_signal(int signal) { signals_seen |= std::uint64_t{1} << signal; }
 
-bool has_come(const std::vector<int>& signals) {
-  const std::uint64_t seen = signals_seen;
-  return std::ranges::any_of(signals, [&](int one) { return (seen >> one & 1) != 0; });
-}
+// Which of these has come?
+bool has_come(std::uint64_t signals) { return (signals_seen & signals) != 0; }
 
 }  // namespace
 
@@ -62,21 +61,24 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
                      fmt::format("keep_last is {}, keep_every is {}.\nGive 0 or more.",
                                  options.keep_last, options.keep_every));
   }
-  Json mine;
+  // Ranks that see each other's probes see the same folder.
+  Json mine = {{"probe", ""}};
   try {
-    mine["id"] = identify_folder(path);
-  } catch (const Error&) {
+    mine["probe"] = leave_probe(path);
+  } catch (const std::exception&) {
     mine["failure"] = failure_text(std::current_exception());
   }
   std::vector<std::string> failures;
-  std::string my_id = mine.value("id", "");
   const auto all = exchange_texts(world, mine.dump());
   for (int rank = 0; rank < world.size(); ++rank) {
     const Json its = Json::parse(all[static_cast<std::size_t>(rank)]);
     failures.push_back(its.value("failure", ""));
-    if (its.value("id", "") == my_id) group.push_back(rank);
+    const std::string probe = path + "/" + its.at("probe").get<std::string>();
+    if (rank == world.rank() || ::access(probe.c_str(), F_OK) == 0) group.push_back(rank);
   }
   throw_failure(failures, world, "Checkpointer");
+  world.barrier();
+  ::unlink((path + "/" + mine.at("probe").get<std::string>()).c_str());
   std::exception_ptr failure;
   std::int64_t newest = -1;
   try {
@@ -84,9 +86,10 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
       folder = std::make_unique<CheckpointFolder>(path);
       folder->remove_orphans();
     }
-    for (const CheckpointName& name : list_checkpoints(path))
+    for (const CheckpointName& name : list_checkpoints(path)) {
       newest = std::max(newest, name.number);
-  } catch (const Error&) {
+    }
+  } catch (const std::exception&) {
     failure = std::current_exception();
   }
   throw_failure(exchange_texts(world, failure_text(failure)), world, "Checkpointer");
@@ -98,6 +101,10 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
 
 Checkpointer::Impl::~Impl() {
   if (ddp != nullptr && !signals.empty()) ddp->stop_when({});
+  for (const auto& [signal, before] : signals) {
+    ::sigaction(signal, &before, nullptr);
+    signals_seen &= ~(std::uint64_t{1} << signal);
+  }
   if (!writer.joinable()) return;
   // When an error ends the program, other ranks may never come.
   if (std::uncaught_exceptions() > uncaught) is_cancelled = true;
@@ -161,9 +168,11 @@ Checkpointer& Checkpointer::add(GradScaler& scaler, const std::string& name) {
   return *this;
 }
 
-Checkpointer& Checkpointer::add(DistributedSampler& sampler, const std::string& name) {
+Checkpointer& Checkpointer::add(DistributedSampler& sampler, const std::string& name,
+                                std::function<std::size_t()> used) {
   add_part(impl_->parts,
-           part_of([&sampler] { return sampler.state(); },
+           part_of([&sampler, used = std::move(
+                                  used)] { return used ? sampler.state(used()) : sampler.state(); },
                    [&sampler](const SamplerState& state) { sampler.load_state(state); }, name),
            impl_->world.rank());
   return *this;
@@ -185,7 +194,19 @@ Checkpointer& Checkpointer::add(const std::string& name, std::function<std::stri
 
 Checkpointer& Checkpointer::add(DistributedDataParallel& ddp) {
   impl_->ddp = &ddp;
+  impl_->watch_signals();
   return *this;
+}
+
+std::uint64_t Checkpointer::Impl::signal_bits() const {
+  std::uint64_t bits = 0;
+  for (const auto& [signal, before] : signals) bits |= std::uint64_t{1} << signal;
+  return bits;
+}
+
+void Checkpointer::Impl::watch_signals() {
+  if (ddp == nullptr || signals.empty()) return;
+  ddp->stop_when([bits = signal_bits()] { return has_come(bits); });
 }
 
 void Checkpointer::on_signal(int signal) {
@@ -194,20 +215,19 @@ void Checkpointer::on_signal(int signal) {
     throw UsageError(place, "The ranks cannot agree on a step to stop at.\nCall add(ddp) first.");
   }
   struct sigaction action {};
+  struct sigaction before {};
   action.sa_handler = note_signal;
   action.sa_flags = SA_RESTART;
-  if (signal < 1 || signal >= 64 || ::sigaction(signal, &action, nullptr) != 0) {
+  if (signal < 1 || signal >= 64 || ::sigaction(signal, &action, &before) != 0) {
     throw UsageError(place,
                      fmt::format("Signal {} cannot be caught.\nUse SIGTERM or SIGUSR1.", signal));
   }
-  impl_->signals.push_back(signal);
-  if (impl_->ddp != nullptr) {
-    impl_->ddp->stop_when([signals = impl_->signals] { return has_come(signals); });
-  }
+  impl_->signals.emplace_back(signal, before);
+  impl_->watch_signals();
 }
 
 bool Checkpointer::must_stop() const {
-  return impl_->ddp != nullptr ? impl_->ddp->must_stop() : has_come(impl_->signals);
+  return impl_->ddp != nullptr ? impl_->ddp->must_stop() : has_come(impl_->signal_bits());
 }
 
 }  // namespace lockstep

@@ -32,6 +32,8 @@ struct Checkpointer::Impl {
 
   bool is_leader() const { return group.front() == world.rank(); }
   bool is_on_one_host() const;
+  std::uint64_t signal_bits() const;
+  void watch_signals();
 
   // saving.cpp
   struct Saving {
@@ -40,11 +42,15 @@ struct Checkpointer::Impl {
     std::vector<NamedTensor> mine = {};  // the tensors that this rank writes
     int part = -1;                       // -1: this rank writes nothing
     int num_parts = 0;
-    Json state = {};
+    std::string unfinished = {};  // the group's folder until it is committed
+    std::string state = {};
+    std::string failure = {};  // of this rank, before it could write
   };
+  std::string take_snapshot(std::int64_t step, Snapshot& snapshot);
   Saving begin(std::int64_t step);
   void write(const Saving& saving, const Exchange& exchange) const;
   void start_writer(Saving saving);
+  void copy_tensors(std::vector<NamedTensor>& tensors);
   void wait();
 
   // loading.cpp
@@ -63,7 +69,7 @@ struct Checkpointer::Impl {
   std::vector<Part> parts;
   DistributedDataParallel* ddp = nullptr;
   std::int64_t next_number = 0;
-  std::vector<int> signals;
+  std::vector<std::pair<int, struct sigaction>> signals;  // with what they did before
 
   std::vector<at::Tensor>
       copies;  // of what is written in the background; kept, as fresh memory is slow

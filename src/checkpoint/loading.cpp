@@ -32,7 +32,7 @@ Contents open_checkpoint(const std::string& path) {
   for (const FileRecord& record : read_manifest(path).files) {
     const std::string file = path + "/" + record.name;
     if (record.name == "state.json") {
-      contents.state = Json::parse(read_whole(file));
+      contents.state = parse_json(read_whole(file), file);
       continue;
     }
     contents.files.emplace_back(file);
@@ -71,8 +71,11 @@ std::optional<CheckpointName> Checkpointer::Impl::find_newest(
     std::string damage;
     try {
       damage = find_damage(one, read_manifest(one));
+      if (damage.empty()) open_checkpoint(one);  // of a program that writes otherwise
     } catch (const Error& error) {
       damage = error.message().substr(0, error.message().find('\n'));
+    } catch (const std::exception& error) {
+      damage = error.what();
     }
     if (damage.empty()) return name;
     skipped.push_back(fmt::format("{}: {}", one, damage));
@@ -101,15 +104,21 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   // What is wanted, and whether it is there: the same on all ranks, so all throw or none.
   std::vector<Wish> wishes;
   std::vector<NamedTensor> wanted;
-  Loaded loaded{.step = contents.state.at("step"), .path = its_path};
-  const Json& values = contents.state.at("parts");
+  Loaded loaded{.step = contents.state.value("step", std::int64_t{0}), .path = its_path};
+  const Json values = contents.state.value("parts", Json::object());
   for (const Part& part : parts) {
     if (part.has_values && !values.contains(part.name)) {
       loaded.differences.push_back(fmt::format("missing: {}", part.name));
       continue;
     }
-    wishes.push_back(part.load(part.has_values ? values.at(part.name) : Json()));
+    try {
+      wishes.push_back(part.load(part.has_values ? values.at(part.name) : Json()));
+    } catch (const Json::exception&) {
+      loaded.differences.push_back(fmt::format("{}: not as lockstep writes it", part.name));
+      continue;
+    }
     for (const NamedTensor& one : wishes.back().tensors) wanted.push_back(one);
+    for (const std::string& one : wishes.back().differences) loaded.differences.push_back(one);
   }
   for (const auto& [name, ignored] : values.items()) {
     const auto is_it = [&](const Part& part) { return part.has_values && part.name == name; };
@@ -157,7 +166,7 @@ Loaded Checkpointer::load_latest(const LoadOptions& options) {
       }
       mine["skipped"] = skipped;
     }
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     mine["failure"] = failure_text(std::current_exception());
   }
   int reader = -1;
@@ -195,7 +204,8 @@ Loaded Checkpointer::load_latest(const LoadOptions& options) {
 Loaded Checkpointer::load(const std::string& path, const LoadOptions& options) {
   impl_->wait();
   const World& world = impl_->world;
-  const bool is_visible = std::filesystem::exists(path);
+  std::error_code ignored;
+  const bool is_visible = std::filesystem::exists(path, ignored);
   std::exception_ptr failure;
   // The first rank that sees it looks whether it is whole.
   int reader = -1;
@@ -212,7 +222,7 @@ Loaded Checkpointer::load(const std::string& path, const LoadOptions& options) {
             fmt::format("{} is not whole: {}.\nTake another checkpoint.", path, damage));
       }
     }
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     failure = std::current_exception();
   }
   throw_failure(exchange_texts(world, failure_text(failure)), world, "load");

@@ -137,19 +137,12 @@ void save(to::Optimizer& optimizer, const std::string& name, Snapshot& snapshot)
   snapshot.values[name] = {{"kind", Kind::kName}, {"groups", groups}, {"states", states}};
 }
 
-[[noreturn]] void refuse(const std::string& name, const std::string& why) {
-  throw UsageError({.operation = "load"},
-                   fmt::format("The optimizer '{}' {}.\nMake it as it was when the checkpoint was "
-                               "saved.",
-                               name, why));
-}
-
 template <typename Kind>
 Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values) {
   using State = typename Kind::State;
   if (values.at("kind") != Kind::kName) {
-    refuse(name, fmt::format("is {}, in the checkpoint {}", Kind::kName,
-                             values.at("kind").get<std::string>()));
+    return {.differences = {fmt::format("{}: {} in the file, {} here", name,
+                                        values.at("kind").get<std::string>(), Kind::kName)}};
   }
   const Json& groups = values.at("groups");
   auto& mine = optimizer.param_groups();
@@ -160,7 +153,8 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
     total += mine[i].params().size();
   }
   if (!is_same || values.at("states").size() != total) {
-    refuse(name, "has other groups, or other numbers of parameters, than in the checkpoint");
+    return {.differences = {
+                fmt::format("{}: other groups, or other numbers of parameters, here", name)}};
   }
   Wish wish;
   auto states = std::make_shared<std::vector<std::unique_ptr<State>>>();
@@ -170,16 +164,22 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
       const std::size_t place = states->size();
       states->push_back(kept.is_null() ? nullptr : std::make_unique<State>());
       if (kept.is_null()) continue;
+      bool is_alike = true;
+      for (const auto& [key, sizes] : kept.at("tensors").items()) {
+        is_alike &= parameter.sizes() == sizes.template get<std::vector<std::int64_t>>();
+      }
+      if (!is_alike) {
+        wish.differences.push_back(
+            fmt::format("{}.{}: a state of another shape than its parameter's", name, place));
+        states->back().reset();
+        continue;
+      }
       State& state = *states->back();
       Kind::numbers(state, [&](const char* key, auto& value) { kept.at(key).get_to(value); });
       Kind::tensors(state, [&](const char* key, at::Tensor& tensor) {
         const auto found = kept.at("tensors").find(key);
         if (found == kept.at("tensors").end()) return;
-        // A state of the parameter's shape has its layout, too.
-        const auto sizes = found->template get<std::vector<std::int64_t>>();
-        tensor = parameter.sizes() == at::IntArrayRef(sizes)
-                     ? at::zeros_like(parameter.detach())
-                     : at::zeros(sizes, parameter.options().requires_grad(false));
+        tensor = at::zeros_like(parameter.detach());
         wish.tensors.push_back({fmt::format("{}.{}.{}", name, place, key), tensor});
       });
     }

@@ -117,8 +117,19 @@ Part part_of(const std::string& name, std::function<std::string()> save,
              std::function<void(const std::string&)> load) {
   return {.name = name,
           .has_values = true,
-          .save = [save = std::move(save),
-                   name](Snapshot& snapshot) { snapshot.values[name] = save(); },
+          .save =
+              [save = std::move(save), name](Snapshot& snapshot) {
+                const Json text = save();
+                try {
+                  text.dump();
+                } catch (const Json::exception&) {
+                  throw UsageError({.operation = "save"},
+                                   fmt::format("The text of '{}' is not UTF-8.\nEncode bytes, "
+                                               "or save them as a tensor.",
+                                               name));
+                }
+                snapshot.values[name] = text;
+              },
           .load =
               [load = std::move(load)](const Json& values) {
                 return Wish{.finish = [load, text = values.get<std::string>()] { load(text); }};

@@ -26,6 +26,7 @@ struct Snapshot {
 struct Wish {
   std::vector<NamedTensor> tensors = {};
   std::function<void()> finish = [] {};
+  std::vector<std::string> differences = {};  // a line each; what differs is not wished for
 };
 
 struct Part {

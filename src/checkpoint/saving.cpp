@@ -5,9 +5,10 @@
 #include <lockstep/error.h>
 
 #include <algorithm>
-#include <random>
+#include <set>
 
 #include "base/hash.h"
+#include "base/log.h"
 #include "checkpoint/checkpointer.h"
 #include "checkpoint/exchange.h"
 #include "checkpoint/tensors.h"
@@ -41,7 +42,8 @@ std::string layout_of(const std::vector<NamedTensor>& tensors) {
 
 }  // namespace
 
-Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
+// What this rank contributes; whatever is wrong with it is thrown.
+std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snapshot) {
   wait();
   const ErrorPlace place{.rank = world.rank(), .step = step, .operation = "save"};
   if (step < 0) throw UsageError(place, "The step is negative.\nCount steps from 0.");
@@ -51,43 +53,73 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
                                  "gradients would be lost.\nSave after optimizer.step().",
                                  ddp->num_pending()));
   }
+  for (std::size_t i = 1; i < parts.size(); ++i) parts[i].save(snapshot);
+  std::set<std::string> names;
+  for (const NamedTensor& one : snapshot.tensors) {
+    if (names.insert(one.name).second) continue;
+    throw UsageError(place, fmt::format("Two tensors have the name '{}'.\nGive what is added to "
+                                        "the Checkpointer names that differ.",
+                                        one.name));
+  }
+  const Json state = {{"step", step}, {"world_size", world.size()}, {"parts", snapshot.values}};
+  std::string text = state.dump(1) + "\n";
+  if (text.size() > kMaxSmallBytes) {
+    throw UsageError(place, fmt::format("What is not a tensor makes {} bytes, more than {}.\nSave "
+                                        "large things as tensors.",
+                                        text.size(), kMaxSmallBytes));
+  }
+  return text;
+}
+
+// Every rank comes to the exchange, whatever has happened to it, so that all throw or none does.
+Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   Saving saving{.name = {.number = next_number, .step = step}};
   Snapshot snapshot;
-  for (const Part& part : parts) part.save(snapshot);
-  saving.state = {{"step", step}, {"world_size", world.size()}, {"parts", snapshot.values}};
+  parts.front().save(snapshot);  // the random states: a collective
   std::exception_ptr failure;
   std::string layout;
+  std::string unfinished;
   try {
+    saving.state = take_snapshot(step, snapshot);
     layout = layout_of(snapshot.tensors);
-    if (is_leader()) folder->begin(saving.name.number);
-  } catch (const Error&) {
+    if (is_leader()) unfinished = folder->begin();
+  } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  const Json mine = {{"step", step},
-                     {"number", next_number},
-                     {"layout", layout},
-                     {"salt", std::random_device()()},
-                     {"failure", failure_text(failure)}};
+  const auto drop = [&] {
+    if (!unfinished.empty()) folder->abandon(unfinished);
+  };
   std::vector<std::string> failures;
   std::vector<Json> all;
-  for (const std::string& text : exchange_texts(world, mine.dump())) {
-    all.push_back(Json::parse(text));
-    failures.push_back(all.back().at("failure"));
-  }
-  throw_failure(failures, world, "save");
-  for (const char* const what : {"step", "number", "layout"}) {
-    for (int rank = 1; rank < world.size(); ++rank) {
-      const Json& its = all[static_cast<std::size_t>(rank)].at(what);
-      if (its == all[0].at(what)) continue;
-      if (is_leader()) folder->abandon(saving.name.number);
-      throw MismatchError({.rank = world.rank(), .peer = rank, .step = step, .operation = "save"},
-                          fmt::format("Ranks save different things: the {} is {} on rank 0 and {} "
-                                      "on rank {}.\nCall save() on all ranks, at the same step.",
-                                      what, all[0].at(what).dump(), its.dump(), rank));
+  try {
+    const Json mine = {{"step", step},
+                       {"number", next_number},
+                       {"layout", layout},
+                       {"unfinished", unfinished},
+                       {"failure", failure_text(failure)}};
+    for (const std::string& text : exchange_texts(world, mine.dump())) {
+      all.push_back(Json::parse(text));
+      failures.push_back(all.back().at("failure"));
     }
+    throw_failure(failures, world, "save");
+    for (const char* const what : {"step", "number", "layout"}) {
+      for (int rank = 1; rank < world.size(); ++rank) {
+        const Json& its = all[static_cast<std::size_t>(rank)].at(what);
+        if (its == all[0].at(what)) continue;
+        throw MismatchError(
+            {.rank = world.rank(), .peer = rank, .step = step, .operation = "save"},
+            fmt::format("Ranks save different things: the {} is {} on rank 0 and "
+                        "{} on rank {}.\nCall save() on all ranks, at the same step.",
+                        what, all[0].at(what).dump(), its.dump(), rank));
+      }
+    }
+  } catch (...) {
+    drop();
+    throw;
   }
   ++next_number;
-  saving.key = fmt::format("checkpoint/{}-{}", saving.name.number, all[0].at("salt").dump());
+  saving.unfinished = all[static_cast<std::size_t>(group.front())].at("unfinished");
+  saving.key = "checkpoint/" + all[0].at("unfinished").get<std::string>();
   const auto my_place = std::ranges::find(group, world.rank()) - group.begin();
   saving.num_parts = options.writers == Writers::kEachRank ? static_cast<int>(group.size()) : 1;
   if (my_place < saving.num_parts) {
@@ -97,15 +129,14 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   return saving;
 }
 
-void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) const {
-  // Every rank takes part in both exchanges, whatever happens to it.
-  Json mine = Json::object();
+void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) const try {
+  // As above: every rank takes part in both exchanges.
+  Json mine = {{"failure", saving.failure}};
   try {
-    if (saving.part >= 0) {
+    if (saving.part >= 0 && saving.failure.empty()) {
       const std::string name =
           fmt::format("tensors-{}-of-{}.safetensors", saving.part, saving.num_parts);
-      const FileRecord record = write_tensors(
-          fmt::format("{}/.unfinished-{}", path, saving.name.number), name, saving.mine);
+      const FileRecord record = write_tensors(path + "/" + saving.unfinished, name, saving.mine);
       mine["file"] = {record.name, record.bytes, record.hash};
     }
   } catch (const std::exception&) {
@@ -116,7 +147,7 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
   const auto all = exchange(mine.dump());
   for (int rank = 0; rank < world.size(); ++rank) {
     const Json its = Json::parse(all[static_cast<std::size_t>(rank)]);
-    failures.push_back(its.value("failure", ""));
+    failures.push_back(its.at("failure"));
     if (its.contains("file") && std::ranges::find(group, rank) != group.end()) {
       manifest.files.push_back(
           {.name = its["file"][0], .bytes = its["file"][1], .hash = its["file"][2]});
@@ -127,35 +158,33 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
   if (is_leader()) {
     try {
       if (is_written) {
-        manifest.files.push_back(write_file(folder->unfinished_path(saving.name.number),
-                                            "state.json", saving.state.dump(1) + "\n"));
-        folder->commit(saving.name, manifest);
-        folder->retain(options.keep_last, options.keep_every);
+        manifest.files.push_back(
+            write_file(path + "/" + saving.unfinished, "state.json", saving.state));
+        folder->commit(saving.unfinished, saving.name, manifest);
       }
     } catch (const std::exception&) {
       failure = std::current_exception();
     }
-    if (!is_written || failure) folder->abandon(saving.name.number);
+    if (!is_written || failure) folder->abandon(saving.unfinished);
   }
   const auto commits = exchange(failure_text(failure));
   throw_failure(is_written ? commits : failures, world, "save");
+  try {
+    if (is_leader()) folder->retain(options.keep_last, options.keep_every);
+  } catch (const Error& error) {  // the checkpoint is there; this is tried again with the next
+    Log(world.rank()).warning("old checkpoints stay: {}", error.message());
+  }
+} catch (...) {
+  if (is_leader()) folder->abandon(saving.unfinished);  // not there if it was committed
+  throw;
 }
 
 void Checkpointer::Impl::start_writer(Saving saving) {
   const at::NoGradGuard no_grad;
-  copies.resize(saving.mine.size());
-  for (std::size_t i = 0; i < saving.mine.size(); ++i) {
-    at::Tensor& tensor = saving.mine[i].tensor;
-    at::Tensor& copy = copies[i];
-    const bool is_alike = copy.defined() && copy.sizes() == tensor.sizes() &&
-                          copy.scalar_type() == tensor.scalar_type();
-    if (!is_alike) {
-      copy =
-          at::empty(tensor.sizes(),
-                    tensor.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
-    }
-    copy.copy_(tensor.detach());
-    tensor = copy;
+  try {
+    copy_tensors(saving.mine);
+  } catch (const std::exception&) {  // no memory: all are to know
+    saving.failure = failure_text(std::current_exception());
   }
   writer = std::thread([this, saving = std::move(saving)] {
     int round = 0;
@@ -168,6 +197,23 @@ void Checkpointer::Impl::start_writer(Saving saving) {
       writer_failure = std::current_exception();
     }
   });
+}
+
+void Checkpointer::Impl::copy_tensors(std::vector<NamedTensor>& tensors) {
+  copies.resize(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    at::Tensor& tensor = tensors[i].tensor;
+    at::Tensor& copy = copies[i];
+    const bool is_alike = copy.defined() && copy.sizes() == tensor.sizes() &&
+                          copy.scalar_type() == tensor.scalar_type();
+    if (!is_alike) {
+      copy =
+          at::empty(tensor.sizes(),
+                    tensor.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+    }
+    copy.copy_(tensor.detach());
+    tensor = copy;
+  }
 }
 
 void Checkpointer::Impl::wait() {

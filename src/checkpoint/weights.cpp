@@ -17,6 +17,7 @@ void save_tensors(const std::string& path, const std::vector<NamedTensor>& tenso
   const std::string folder = target.parent_path().string();
   const std::string unfinished = fmt::format(".{}.{}", target.filename().string(), ::getpid());
   const std::string temporary = folder + "/" + unfinished;
+  ::unlink(temporary.c_str());  // of a process with the same number, long gone
   try {
     write_tensors(folder, unfinished, tensors);
     if (::rename(temporary.c_str(), target.c_str()) != 0) {

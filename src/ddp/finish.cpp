@@ -109,7 +109,8 @@ void Reducer::write_control() {
 
 void Reducer::read_control() {
   at::from_blob(control_.data(), {num_control()}, at::kFloat).copy_(buckets_.control());
-  must_stop_ = control_[kStop] > 0;
+  // Not while a rank without steps of its own is behind: it could not save.
+  must_stop_ = control_[kStop] > 0 && control_[kNeedsState] <= 0;
   num_active_ = 0;
   for (int rank = world_.size() - 1; rank >= 0; --rank) {
     if (control_[static_cast<std::size_t>(active_at(rank))] <= 0) continue;

@@ -415,7 +415,7 @@ void Reducer::join(const std::function<void()>& step) {
       step();
     }
     is_joined_ = true;
-  } while (num_active_ > 0);
+  } while (num_active_ > 0 && !must_stop_);
   for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
 }
 

@@ -194,6 +194,11 @@ void Coordinator::report(const Cause& cause) {
   if (is_finished_) return;
   if (cause_) {  // the first one counts; but who wants the job to stop wants no restart either
     if (cause.is_interrupt) cause_->may_restart = false;
+    if (cause_->code == kExitPreempted && !cause.is_interrupt) {
+      const bool may_restart = cause_->may_restart;
+      cause_ = cause;
+      cause_->may_restart &= may_restart;
+    }
     return;
   }
   cause_ = cause;

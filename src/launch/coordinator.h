@@ -21,7 +21,7 @@
 namespace lockstep {
 
 // Of the messages between launchers; a version of its own, so that they can tell each other.
-inline constexpr int kLinkVersion = 1;
+inline constexpr int kLinkVersion = 2;
 inline constexpr auto kPingEvery = std::chrono::seconds(1);
 inline constexpr auto kLostAfter = std::chrono::seconds(8);
 inline constexpr auto kProofDeadline = std::chrono::seconds(5);  // for a newcomer to prove itself

@@ -195,7 +195,9 @@ void Host::reap_orphans() const {
 
 void Host::on_end(Rank& rank) {
   if (rank.store) rank.store->close();
-  if (rank.end->is_ok() || cause_) return;
+  // A failure counts for more than ranks that have saved and left.
+  const bool is_worse = cause_ && cause_->code == kExitPreempted && !has_saved(*rank.end);
+  if (rank.end->is_ok() || (cause_ && !is_worse)) return;
   output_.catch_up(rank.number);
   leader_->report(cause_at(rank));
 }

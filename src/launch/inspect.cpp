@@ -34,6 +34,13 @@ std::string text_of(const TensorEntry& entry) {
   return fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", "));
 }
 
+// Names come from strangers: what would move the cursor is not printed.
+std::string printable(std::string name) {
+  std::ranges::replace_if(
+      name, [](char one) { return static_cast<unsigned char>(one) < 32 || one == 127; }, '?');
+  return name;
+}
+
 // The tensors of a file, or of all files of a checkpoint.
 struct Tensors {
   struct Place {
@@ -47,7 +54,7 @@ struct Tensors {
   void add(const std::string& path) {
     files.emplace_back(path);
     for (const auto& [name, entry] : files.back().tensors().tensors) {
-      by_name[name] = {files.size() - 1, entry};
+      by_name[printable(name)] = {files.size() - 1, entry};
     }
   }
   std::string bytes(const Place& place) const {
@@ -66,7 +73,7 @@ Tensors open_tensors(const std::string& path) {
     if (record.name.ends_with(".safetensors")) {
       tensors.add(file);
     } else {
-      tensors.state = Json::parse(read_whole(file), nullptr, false);
+      tensors.state = parse_json(read_whole(file), file);
     }
   }
   return tensors;
@@ -116,8 +123,10 @@ Report inspect_checkpoint(const std::string& path) {
     report.text += fmt::format("  {}  {}  {}\n", file.hash, file.name, size_text(file.bytes));
   }
   const Tensors tensors = open_tensors(path);
-  for (const auto& [name, value] : tensors.state.value("parts", Json::object()).items()) {
-    const std::string shown = value.contains("kind") ? value["kind"].dump() : value.dump();
+  const Json parts = tensors.state.value("parts", Json::object());
+  for (const auto& [name, value] : parts.items()) {
+    const bool has_kind = value.is_object() && value.contains("kind");
+    const std::string shown = has_kind ? value["kind"].dump() : value.dump();
     report.text += fmt::format("  {}: {}\n", name, shown.substr(0, 100));
   }
   report.text += list_tensors(tensors);
@@ -198,11 +207,13 @@ std::string compare_values(const std::string& dtype, const std::string& left,
 }  // namespace
 
 Report inspect(const std::string& path) {
-  if (!fs::is_directory(path)) {
+  std::error_code ignored;
+  if (!fs::is_directory(path, ignored)) {
     const Tensors tensors = open_tensors(path);
     return {fmt::format("{}: whole\n", path) + list_tensors(tensors)};
   }
-  if (fs::exists(path + "/manifest.json")) return inspect_checkpoint(path);
+  std::error_code error;  // of one that may not be seen, reading says more
+  if (fs::exists(path + "/manifest.json", error) || error) return inspect_checkpoint(path);
   return inspect_folder(path);
 }
 

@@ -34,7 +34,8 @@ struct Batch {
   }
 
   static at::Tensor laid_out_as(const at::Tensor& target, const at::Tensor& source) {
-    if (source.strides() == target.strides() && source.scalar_type() == target.scalar_type()) {
+    if (source.sizes() == target.sizes() && source.strides() == target.strides() &&
+        source.scalar_type() == target.scalar_type()) {
       return source;
     }
     return at::empty_like(target).copy_(source);

@@ -3,7 +3,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 
 fenced README.md cpp >"$work/train.cpp"
-cmake -G Ninja -S tests/consumer -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DPROGRAM="$work/train.cpp" \
+cmake -G Ninja -S tests/consumer -B "$work/build" -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 -DPROGRAM="$work/train.cpp" \
   -DLOCKSTEP_SOURCES="$repo" -DCMAKE_PREFIX_PATH="$LOCKSTEP_TORCH" >"$work/log" || die "$(cat "$work/log")"
 grep -qi gtest "$work/build/CMakeCache.txt" && die "a subdirectory must not look for GoogleTest"
 cmake --build "$work/build" >"$work/log" || die "$(cat "$work/log")"

@@ -225,5 +225,14 @@ TEST(Preemption, TheLauncherIsToldAndSaysThatTheJobCanGoOn) {
   EXPECT_TRUE(job.processes().empty());
 }
 
+// A rank that fails counts for more than another that has saved and left.
+TEST(Preemption, ACrashIsNotTakenForASavedState) {
+  const auto result = test::run_job(
+      {"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 0 ] && exit 75; sleep 0.3; exit 3"});
+  EXPECT_EQ(result.code, 3) << result.err;
+  EXPECT_NE(result.err.find("rank 1 "), std::string::npos) << result.err;
+  EXPECT_EQ(result.err.find("has saved its state"), std::string::npos) << result.err;
+}
+
 }  // namespace
 }  // namespace lockstep

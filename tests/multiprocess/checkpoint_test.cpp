@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <csignal>
 #include <fstream>
 #include <set>
 
@@ -351,9 +352,138 @@ TEST(Checkpoint, AnOptimizerOfAnotherKindOrShapeIsNamed) {
     run.add_to(checkpoints);
     checkpoints.save(1);
   }
-  expect_error<UsageError>([&] { load_with("SGD"); },
-                           {"'optimizer' is SGD, in the checkpoint AdamW"});
+  expect_error<UsageError>([&] { load_with("SGD"); }, {"optimizer: AdamW in the file, SGD here"});
   load_with("AdamW");
+}
+
+// A head with more classes: what fits is loaded, and the optimizer has no state for the rest.
+TEST(Checkpoint, StatesOfAnotherShapeAreLeftOut) {
+  const TempFolder folder(kFolder);
+  const World world = World::join();
+  const auto train = [](torch::nn::Linear& model, optim::AdamW& optimizer) {
+    optimizer.zero_grad();
+    model(at::ones({2, model->options.in_features()})).sum().backward();
+    optimizer.step();
+  };
+  {
+    torch::nn::Linear small(8, 2);
+    optim::AdamW optimizer(small->parameters(), torch::optim::AdamWOptions(0.1));
+    train(small, optimizer);
+    Checkpointer checkpoints(folder.path(), world);
+    checkpoints.add(small).add(optimizer);
+    checkpoints.save(1);
+  }
+  torch::nn::Linear large(8, 4000);
+  optim::AdamW optimizer(large->parameters(), torch::optim::AdamWOptions(0.2));
+  Checkpointer checkpoints(folder.path(), world);
+  checkpoints.add(large).add(optimizer);
+  expect_error<UsageError>([&] { checkpoints.load_latest(); },
+                           {"optimizer.0: a state of another shape", "model.weight: F32 [2, 8]"});
+  checkpoints.load_latest({.strict = false});
+  EXPECT_TRUE(optimizer.state().empty());
+  train(large, optimizer);
+}
+
+TEST(Checkpoint, WhatCouldNotBeLoadedIsNotSaved) {
+  const TempFolder folder(kFolder);
+  const World world = World::join();
+  Checkpointer checkpoints(folder.path(), world);
+  checkpoints.add({{"b.c", at::ones({2})}}, "a").add({{"c", at::ones({3})}}, "a.b");
+  expect_error<UsageError>([&] { checkpoints.save(1); }, {"Two tensors have the name 'a.b.c'"});
+  EXPECT_THROW(save_tensors(folder.path() + "/x", {{"w", at::ones({1})}, {"w", at::ones({1})}}),
+               UsageError);
+  Checkpointer bytes(folder.path() + "/bytes", world);
+  bytes.add(
+      "note", [] { return std::string("\xff"); }, [](const std::string&) {});
+  expect_error<UsageError>([&] { bytes.save(1); }, {"The text of 'note' is not UTF-8"});
+  Checkpointer large(folder.path() + "/large", world);
+  large.add(
+      "note", [] { return std::string(300 << 20, 'x'); }, [](const std::string&) {});
+  expect_error<UsageError>([&] { large.save(1); }, {"What is not a tensor makes"});
+  EXPECT_TRUE(checkpoints_in(folder.path() + "/large").empty());
+}
+
+TEST(Checkpoint, WhatFailsOnOneRankFailsOnAll) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join({.timeout = std::chrono::minutes(5)});
+    Checkpointer checkpoints(folder.path(), world);
+    bool is_bad = true;
+    checkpoints.add(
+        "note",
+        [&]() -> std::string {
+          if (rank == 1 && is_bad) throw std::runtime_error("no note today");
+          return "a note";
+        },
+        [](const std::string&) {});
+    expect_error<SystemError>([&] { checkpoints.save(1); }, {"no note today"});
+    expect_error<SystemError>([&] { checkpoints.save_async(1); }, {"no note today"});
+    is_bad = false;
+    checkpoints.save(1);
+    EXPECT_EQ(checkpoints.load_latest().step, 1);
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+  for (const auto& entry : fs::directory_iterator(folder.path())) {
+    EXPECT_FALSE(entry.path().filename().string().starts_with(".unfinished")) << entry.path();
+  }
+}
+
+TEST(Checkpoint, SignalsAreTheProgramsAgainAfterwards) {
+  const TempFolder folder(kFolder);
+  const World world = World::join();
+  static int times = 0;
+  std::signal(SIGUSR1, [](int) { ++times; });
+  {
+    torch::nn::Linear model(2, 2);
+    Checkpointer checkpoints(folder.path(), world);
+    checkpoints.on_signal(SIGUSR1);
+    DistributedDataParallel ddp(model, world);
+    checkpoints.add(ddp);  // after on_signal()
+    EXPECT_FALSE(checkpoints.must_stop());
+    std::raise(SIGUSR1);
+    EXPECT_TRUE(checkpoints.must_stop());
+    EXPECT_THROW(checkpoints.on_signal(SIGKILL), UsageError);
+    EXPECT_THROW(checkpoints.on_signal(1000), UsageError);
+  }
+  std::raise(SIGUSR1);
+  EXPECT_EQ(times, 1);
+  Checkpointer checkpoints(folder.path(), world);
+  checkpoints.on_signal(SIGUSR1);
+  EXPECT_FALSE(checkpoints.must_stop());
+}
+
+// Ranks that are out of data hear of it, too.
+TEST(Checkpoint, ASignalReachesRanksInJoin) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    torch::nn::Linear model(2, 2);
+    DistributedDataParallel ddp(model, world);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    Checkpointer checkpoints(folder.path(), world);
+    checkpoints.add(model).add(optimizer).add(ddp);
+    checkpoints.on_signal(SIGUSR1);
+    int steps = 0;
+    const auto step = [&] {
+      optimizer.step();
+      ++steps;
+    };
+    if (rank == 0) {
+      ddp.join(step);
+    } else {
+      while (!checkpoints.must_stop()) {
+        if (steps == 3) std::raise(SIGUSR1);
+        optimizer.zero_grad();
+        model(at::ones({1, 2})).sum().backward();
+        step();
+      }
+    }
+    EXPECT_TRUE(checkpoints.must_stop());
+    EXPECT_EQ(steps, 4);
+    checkpoints.save(steps);
+    ddp.check_replicas();
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
 }
 
 TEST(Checkpoint, KeepsTheLastAndEveryMth) {

@@ -7,6 +7,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 
 #include "launch/inspect.h"
 
@@ -26,19 +27,19 @@ class Folder : public testing::Test {
   // A checkpoint with one tensor of two numbers, and a state.
   static std::string commit(const CheckpointFolder& folder, std::int64_t number,
                             std::int64_t step) {
-    folder.begin(number);
+    const std::string name_now = folder.begin();
     std::vector<std::pair<std::string, TensorEntry>> tensors = {
         {"w", {.dtype = "F32", .shape = {2}}}};
     const float values[2] = {1, static_cast<float>(step)};
     std::string bytes = make_header(tensors, {});
     bytes.append(reinterpret_cast<const char*>(values), sizeof values);
     Manifest manifest{.step = step, .world_size = 1};
-    const std::string unfinished = folder.unfinished_path(number);
+    const std::string unfinished = folder.path() + "/" + name_now;
     manifest.files.push_back(write_file(unfinished, "tensors-0-of-1.safetensors", bytes));
     manifest.files.push_back(
         write_file(unfinished, "state.json", R"({"step":)" + std::to_string(step) + "}"));
     const CheckpointName name{number, step};
-    folder.commit(name, manifest);
+    folder.commit(name_now, name, manifest);
     return folder.path() + "/" + name.text();
   }
 
@@ -63,7 +64,6 @@ TEST_F(Folder, ACheckpointIsWholeWhenItHasItsName) {
   const CheckpointFolder folder(path_);
   const std::string checkpoint = commit(folder, 3, 40);
   EXPECT_EQ(checkpoint, path_ + "/3-step-40");
-  EXPECT_FALSE(fs::exists(folder.unfinished_path(3)));
   EXPECT_EQ(damage_of(checkpoint), "");
   const Manifest manifest = read_manifest(checkpoint);
   EXPECT_EQ(manifest.step, 40);
@@ -124,12 +124,12 @@ TEST_F(Folder, WhatMayNotBeReadIsNamed) {
 TEST_F(Folder, OrphansGoAndOldOnesGo) {
   {
     const CheckpointFolder folder(path_);
-    folder.begin(5);
-    write_file(folder.unfinished_path(5), "tensors-0-of-1.safetensors", "half of it");
+    write_file(path_ + "/" + folder.begin(), "tensors-0-of-1.safetensors", "half of it");
+    leave_probe(path_);
   }
   const CheckpointFolder folder(path_);
   folder.remove_orphans();
-  EXPECT_FALSE(fs::exists(folder.unfinished_path(5)));
+  EXPECT_EQ(std::distance(fs::directory_iterator(path_), {}), 1) << "more than the lock is left";
   for (int i = 0; i < 10; ++i) commit(folder, i, i * 100);
   folder.retain(2, 4);
   std::vector<std::string> left;
@@ -140,8 +140,8 @@ TEST_F(Folder, OrphansGoAndOldOnesGo) {
 }
 
 TEST_F(Folder, TwoRunsDoNotShareIt) {
-  EXPECT_EQ(identify_folder(path_), identify_folder(path_ + "/."));
-  EXPECT_NE(identify_folder(path_), identify_folder(path_ + "/other"));
+  EXPECT_TRUE(fs::exists(path_ + "/./" + leave_probe(path_)));
+  EXPECT_FALSE(fs::exists(path_ + "/" + leave_probe(path_ + "/other/folder")));
   const CheckpointFolder folder(path_);
   try {
     const CheckpointFolder second(path_);
@@ -178,6 +178,36 @@ TEST_F(Folder, InspectSaysWhatIsThere) {
   EXPECT_EQ(inspect(two).code, 1);
   EXPECT_THROW(inspect(path_ + "/nothing"), SystemError);
   EXPECT_THROW(inspect("/proc/self"), UsageError);
+}
+
+// Files from strangers do no harm, whatever is in them.
+TEST_F(Folder, ForeignFilesAreRefused) {
+  const CheckpointFolder folder(path_);
+  const std::string checkpoint = commit(folder, 0, 7);
+  const std::string manifest = checkpoint + "/manifest.json";
+  const auto put = [&](const std::string& file, const std::string& text) {
+    fs::remove(file);
+    std::ofstream(file) << text;
+  };
+  const std::string good = read_whole(manifest);
+  for (const std::string& text : {std::string(300'000, '['), std::string("[1]"), std::string("{}"),
+                                  std::string("\xff"), std::string(R"({"hash":1,"format":1})")}) {
+    put(manifest, text);
+    EXPECT_NE(damage_of(checkpoint), "") << text.substr(0, 20);
+    EXPECT_EQ(inspect(checkpoint).code, 1);
+  }
+  nlohmann::json json = nlohmann::json::parse(good);
+  json["files"][0]["name"] = "../../secret";
+  json.erase("hash");
+  Hasher hasher;
+  hasher.add(json.dump());
+  json["hash"] = hasher.hex();
+  put(manifest, json.dump());
+  EXPECT_NE(damage_of(checkpoint).find("not a file beside it"), std::string::npos);
+  EXPECT_THROW(diff(checkpoint, checkpoint), UsageError);
+  fs::remove(manifest);
+  ASSERT_EQ(::mkfifo(manifest.c_str(), 0666), 0);
+  EXPECT_NE(damage_of(checkpoint).find("is not a file"), std::string::npos);
 }
 
 }  // namespace
