@@ -5,9 +5,14 @@
 
 #include <lockstep/backend.h>
 
+#include <memory>
 #include <string>
 
 namespace lockstep {
+
+namespace shm {
+class Group;
+}
 
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
@@ -16,6 +21,7 @@ Backend make_solo(const EngineContext& context);
 
 // All ranks on one host, connected by shared memory.
 Backend make_shm(const EngineContext& context);
+std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context);
 
 std::string why_no_gloo();  // empty if there is Gloo
 Backend make_gloo(const EngineContext& context);

@@ -13,6 +13,7 @@
 #include <new>
 #include <sstream>
 
+#include "base/cause.h"
 #include "base/log.h"
 #include "shm/doorbell.h"
 
@@ -58,25 +59,6 @@ std::string introduction(const Segment& segment) {
 
 }  // namespace
 
-const char* name_of(Kind kind) {
-  static constexpr const char* kNames[] = {"barrier",   "all_reduce",     "reduce",
-                                           "broadcast", "all_gather",     "gather",
-                                           "scatter",   "reduce_scatter", "all_to_all"};
-  const auto index = static_cast<std::size_t>(kind);
-  return index < sizeof kNames / sizeof *kNames ? kNames[index] : "unknown operation";
-}
-
-std::string Operation::text() const {
-  if (kind == Kind::kBarrier) return "barrier";
-  std::string result = fmt::format("{} of {}[{}], {} bytes", name_of(kind), name_of(type), count,
-                                   count * size_of(type));
-  if (reduction != Reduction::kNone && reduction != Reduction::kSum) {
-    result += fmt::format(", {}", name_of(reduction));
-  }
-  if (root != 0) result += fmt::format(", root {}", root);
-  return result;
-}
-
 Group::Group(const GroupOptions& options, const Exchange& exchange)
     : options_(options),
       staging_users_(kStagingPieces, 0),
@@ -107,21 +89,21 @@ void Group::connect(const Exchange& exchange) {
     std::istringstream fields(text);
     std::uint32_t version = 0;
     std::size_t control_bytes = 0;
-    SegmentName name;
+    SegmentName segment;
     std::string cores;
-    fields >> version >> control_bytes >> name.owner.pid >> name.owner.start_time >> name.fd >>
-        name.bytes >> name.address >> cores;
+    fields >> version >> control_bytes >> segment.owner.pid >> segment.owner.start_time >>
+        segment.fd >> segment.bytes >> segment.address >> cores;
     if (!fields || version != kShmVersion || control_bytes != sizeof(Control)) {
       throw MismatchError(
-          {.rank = rank(), .peer = peer, .operation = "shared memory"},
+          {.rank = name(rank()), .peer = name(peer), .operation = "shared memory"},
           fmt::format("Rank {} was built with another version of lockstep: its shared memory is "
                       "version {} with {} bytes, here it is {} with {}.\n"
                       "Start the same program on all ranks.",
-                      peer, version, control_bytes, kShmVersion, sizeof(Control)));
+                      name(peer), version, control_bytes, kShmVersion, sizeof(Control)));
     }
     unite(all_cores, cores);
-    processes_.push_back(name.owner);
-    segments_.push_back(peer == rank() ? std::move(mine) : Segment::attach(name));
+    processes_.push_back(segment.owner);
+    segments_.push_back(peer == rank() ? std::move(mine) : Segment::attach(segment));
     controls_.push_back(reinterpret_cast<Control*>(segments_.back().data()));
   }
   num_looks_ = std::ranges::count(all_cores, '1') < size() ? 1 : kLooksPerYield;
@@ -140,27 +122,13 @@ void Group::leave() noexcept {
   }
 }
 
-void Group::check(const Operation& operation) const {
-  const auto refuse = [&](const std::string& message) {
-    throw UsageError({.rank = rank(), .operation = name_of(operation.kind)}, message);
-  };
-  if (operation.root < 0 || operation.root >= size()) {
-    refuse(fmt::format("{} was given root {} in a world of {}.\nGive a rank from 0 to {}.",
-                       name_of(operation.kind), operation.root, size(), size() - 1));
-  }
-  if (operation.reduction != Reduction::kNone && !can_reduce(operation.type, operation.reduction)) {
-    refuse(fmt::format("There is no {} of {} elements.\nUse another operation or type.",
-                       name_of(operation.reduction), name_of(operation.type)));
-  }
-}
-
 std::uint64_t Group::num_pieces(const Operation& operation) const {
   const std::size_t per_piece = elements_per_piece(operation);
   return std::max<std::uint64_t>((operation.count + per_piece - 1) / per_piece, 1);
 }
 
 std::shared_ptr<Request> Group::start(Operation operation) {
-  check(operation);
+  check(operation, name(rank()), size());
   auto request = std::make_shared<Request>();
   request->num_pieces = num_pieces(operation);
   request->operation = std::move(operation);
@@ -173,7 +141,7 @@ std::shared_ptr<Request> Group::start(Operation operation) {
 }
 
 void Group::run(const Operation& operation) {
-  check(operation);
+  check(operation, name(rank()), size());
   std::unique_lock lock(mutex_);
   throw_if_failed();
   const bool is_alone = waiting_.empty() && active_.empty() && !has_mail();
@@ -269,9 +237,10 @@ void Group::wait_locked(std::unique_lock<std::mutex>& lock, const Request& reque
       if (now - start >= timeout) time_out(request, timeout);
       if (now - start >= kFirstWarning && !has_warned) {
         has_warned = true;
-        Log(rank()).warning("{} has been waiting for other ranks for {} s",
-                            request.is_mail ? text_of_mail(request) : request.operation.text(),
-                            kFirstWarning.count());
+        Log(name(rank()))
+            .warning("{} has been waiting for other ranks for {} s",
+                     request.is_mail ? text_of_mail(request) : request.operation.text(),
+                     kFirstWarning.count());
       }
       lock.unlock();
       sleep.nap(std::min<std::chrono::nanoseconds>(kLookAround, timeout));
@@ -298,12 +267,13 @@ void Group::check_peers(std::uint64_t number) {
 // Throws if the rank is gone or has failed, while this one waits for `what`.
 void Group::check_peer(int peer, const std::string& what) {
   const Control& theirs = control(peer);
-  const ErrorPlace place{.rank = rank(), .peer = peer, .operation = what.substr(0, what.find(' '))};
+  const ErrorPlace place{
+      .rank = name(rank()), .peer = name(peer), .operation = what.substr(0, what.find(' '))};
   const RankState state = theirs.state.load();
   if (state == RankState::kFailed) {
-    throw_error(static_cast<ErrorKind>(theirs.failure_kind),
-                {.rank = rank(), .peer = theirs.failure_peer, .operation = place.operation},
-                fmt::format("Because rank {}: {}", peer, theirs.reason));
+    throw_because(name(peer),
+                  {static_cast<ErrorKind>(theirs.failure_kind), theirs.failure_peer, theirs.reason},
+                  place);
   }
   const ProcessId& process = processes_[static_cast<std::size_t>(peer)];
   if (!is_alive(process)) {
@@ -311,13 +281,13 @@ void Group::check_peer(int peer, const std::string& what) {
         place,
         fmt::format("{} lost rank {} (pid {}), which {}.\nLook at the last lines of rank {}, "
                     "mend the cause, and start the job again.",
-                    what, peer, process.pid, describe_end(process), peer));
+                    what, name(peer), process.pid, describe_end(process), name(peer)));
   }
   if (state == RankState::kLeft) {
     throw PeerLostError(place, fmt::format("{} waits for rank {} (pid {}), which has left this "
                                            "world.\nMake the same calls on all ranks before the "
                                            "world ends.",
-                                           what, peer, process.pid));
+                                           what, name(peer), process.pid));
   }
 }
 
@@ -325,26 +295,29 @@ void Group::time_out(const Request& request, std::chrono::milliseconds timeout) 
   const double seconds = std::chrono::duration<double>(timeout).count();
   if (request.is_mail) {
     throw TimeoutError(
-        {.rank = rank(), .peer = request.peer, .operation = request.is_send ? "send" : "recv"},
+        {.rank = name(rank()),
+         .peer = name(request.peer),
+         .operation = request.is_send ? "send" : "recv"},
         fmt::format("{} waited {:.1f} s.\nCheck that the other side makes the matching call, or "
                     "raise JoinOptions::timeout.",
                     text_of_mail(request), seconds));
   }
+  const std::string what = request.operation.text();
   std::vector<int> missing;
   const std::uint64_t number = active_.empty() ? num_posted_ + 1 : active_.front().number;
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != rank() && control(peer).retired.load() < number &&
         slot(peer, number).posted.load() != number) {
-      missing.push_back(peer);
+      missing.push_back(name(peer));
     }
   }
   throw TimeoutError(
-      {.rank = rank(),
+      {.rank = name(rank()),
        .peer = missing.empty() ? -1 : missing.front(),
-       .operation = name_of(request.operation.kind)},
+       .operation = what.substr(0, what.find(' '))},
       fmt::format("{} waited {:.1f} s for {}.\nCheck what it is doing, make the same calls in the "
                   "same order on all ranks, or raise JoinOptions::timeout.",
-                  request.operation.text(), seconds,
+                  what, seconds,
                   missing.empty() ? std::string("a rank that was stopped in the middle of it")
                                   : fmt::format("rank {}", fmt::join(missing, ", "))));
 }
@@ -357,28 +330,33 @@ void Group::throw_if_failed() const {
 void Group::fail(std::exception_ptr error) {
   waiting_.clear();
   active_.clear();
-  if (!failure_) {
-    failure_ = error;
-    Control& mine = self();
-    mine.failure_kind = static_cast<int>(ErrorKind::kSystem);
-    mine.failure_peer = rank();
-    std::string reason = "an unknown error";
-    try {
-      std::rethrow_exception(error);
-    } catch (const Error& known) {
-      mine.failure_kind = static_cast<int>(known.kind());
-      mine.failure_peer = known.peer();
-      reason = known.message();
-    } catch (const std::exception& other) {
-      reason = other.what();
-    }
-    reason.copy(mine.reason, kReasonBytes - 1);
-    mine.state.store(RankState::kFailed);
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer != rank()) ring_even_if_awake(control(peer));
-    }
-  }
+  remember(std::move(error));
   std::rethrow_exception(failure_);
+}
+
+void Group::remember(std::exception_ptr error) {
+  if (failure_) return;
+  failure_ = error;
+  const Cause cause = cause_of(error, name(rank()));
+  Control& mine = self();
+  mine.failure_kind = static_cast<int>(cause.kind);
+  mine.failure_peer = cause.peer;
+  cause.message.copy(mine.reason, kReasonBytes - 1);
+  mine.state.store(RankState::kFailed);
+  for (int peer = 0; peer < size(); ++peer) ring_even_if_awake(control(peer));
+}
+
+void Group::look_around(const std::string& what) {
+  const std::lock_guard lock(mutex_);
+  throw_if_failed();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank() && control(peer).state.load() != RankState::kLeft) check_peer(peer, what);
+  }
+}
+
+void Group::give_up(std::exception_ptr error) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!has_left_) remember(std::move(error));
 }
 
 }  // namespace lockstep::shm

@@ -22,6 +22,7 @@
 #include "shm/layout.h"
 #include "shm/operation.h"
 #include "shm/reduce.h"
+#include "shm/runner.h"
 #include "shm/segment.h"
 
 namespace lockstep::shm {
@@ -33,41 +34,42 @@ struct GroupOptions {
   // How long to look for news before sleeping.
   std::chrono::nanoseconds spin = std::chrono::microseconds(50);
   Simd simd = best_simd();
+  std::vector<int> names = {};  // what messages call the ranks; empty: 0 to size - 1
 };
 
 // Gives every rank the texts of all ranks, in the order of ranks. Used while a group is made.
 using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
 
-class Group {
+class Group final : public Runner {
  public:
   // Collective. Throws SystemError (no room), MismatchError (another build of lockstep).
   Group(const GroupOptions& options, const Exchange& exchange);
-  ~Group();
+  ~Group() override;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  int rank() const { return options_.rank; }
-  int size() const { return options_.size; }
-
-  // Begins an operation; memory must stay as it is until it is done.
-  // Throws UsageError, or what an earlier operation failed with.
-  std::shared_ptr<Request> start(Operation operation);
+  int rank() const override { return options_.rank; }
+  int size() const override { return options_.size; }
+  std::shared_ptr<Request> start(Operation operation) override;
 
   // start() and wait() in one, without memory for what is under way: for calls that block.
   void run(const Operation& operation);
 
-  // Moves all operations on, without waiting and without doing more than this rank's share.
-  // Throws the group's failure, after which every call throws it.
-  bool poll(const Request& request);
+  // Moves all operations on, without doing more than this rank's share.
+  bool poll(const Request& request) override;
+  void wait(const Request& request, std::chrono::milliseconds timeout) override;
+  void wait(const Request& request) override { wait(request, options_.timeout); }
 
-  // Returns when the request is done. Throws TimeoutError, PeerLostError, MismatchError.
-  void wait(const Request& request, std::chrono::milliseconds timeout);
-  void wait(const Request& request) { wait(request, options_.timeout); }
+  std::shared_ptr<Request> send(const std::byte* memory, std::size_t bytes, int peer,
+                                int tag) override;
+  std::shared_ptr<Request> receive(std::byte* memory, std::size_t bytes, int peer,
+                                   int tag) override;
 
-  // Messages between two ranks (or to oneself). Those with one tag arrive in the order sent.
-  // A message is sent when the memory may be used again, which can be before it is received.
-  std::shared_ptr<Request> send(const std::byte* memory, std::size_t bytes, int peer, int tag);
-  std::shared_ptr<Request> receive(std::byte* memory, std::size_t bytes, int peer, int tag);
+  // For one that waits elsewhere, for `what`: throws if a rank has failed, or has died before it
+  // left.
+  void look_around(const std::string& what);
+  // Ends the group with `error`, which the others are told. Waiting threads throw it, too.
+  void give_up(std::exception_ptr error) noexcept;
 
   // Tells the others that this rank takes no further part; the destructor does, too.
   void leave() noexcept;
@@ -106,11 +108,14 @@ class Group {
   };
 
   void connect(const Exchange& exchange);
+  int name(int rank) const {
+    return options_.names.empty() || rank < 0 ? rank
+                                              : options_.names[static_cast<std::size_t>(rank)];
+  }
   Control& control(int rank) const { return *controls_[static_cast<std::size_t>(rank)]; }
   Control& self() const { return control(options_.rank); }
   Slot& slot(int rank, std::uint64_t number) const { return control(rank).slots[number % kSlots]; }
 
-  void check(const Operation& operation) const;
   std::uint64_t num_pieces(const Operation& operation) const;
   std::size_t elements_per_piece(const Operation& operation) const;
   int num_input_parts(const Operation& operation) const;
@@ -153,6 +158,7 @@ class Group {
   void check_peer(int peer, const std::string& what);
   [[noreturn]] void time_out(const Request& request, std::chrono::milliseconds timeout);
   [[noreturn]] void fail(std::exception_ptr error);
+  void remember(std::exception_ptr error);
   void throw_if_failed() const;
 
   // Constant after construction.

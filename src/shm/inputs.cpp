@@ -130,7 +130,7 @@ std::byte* Group::allocate(std::size_t bytes) {
   }
   if (best == nullptr) {
     if (own_areas_.size() == kMaxAreas) {
-      throw UsageError({.rank = rank(), .operation = "allocate"},
+      throw UsageError({.rank = name(rank()), .operation = "allocate"},
                        fmt::format("There are {} pieces of shared memory already.\n"
                                    "Allocate fewer and larger ones.",
                                    kMaxAreas));

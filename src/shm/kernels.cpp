@@ -238,8 +238,9 @@ constexpr bool kIsPlainLoop<F16> = false;
 template <typename T, typename W, typename Op>
 void reduce_as(const ReduceJob& job, std::size_t per_element = 1) {
   const bool is_scaled = job.reduction == Reduction::kScaledSum;
+  const int num_averaged = job.average_over != 0 ? job.average_over : job.num_inputs;
   const W divisor =
-      job.reduction == Reduction::kAverage ? static_cast<W>(job.num_inputs) : static_cast<W>(1);
+      job.reduction == Reduction::kAverage ? static_cast<W>(num_averaged) : static_cast<W>(1);
   const std::size_t total = job.count * per_element;
   if constexpr (kIsPlainLoop<T>) {
     if (job.num_inputs == 2 && job.num_outputs <= 2 && !is_scaled) {

@@ -19,16 +19,17 @@ Channel& Group::channel(int from, int to) const {
 }
 
 std::string Group::text_of_mail(const Request& request) const {
-  return fmt::format("{} of {} bytes {} {} with tag {}", request.is_send ? "send" : "recv",
-                     request.bytes, request.is_send ? "to" : "from",
-                     request.peer == kAnyRank ? "any rank" : fmt::format("rank {}", request.peer),
-                     request.tag);
+  return fmt::format(
+      "{} of {} bytes {} {} with tag {}", request.is_send ? "send" : "recv", request.bytes,
+      request.is_send ? "to" : "from",
+      request.peer == kAnyRank ? "any rank" : fmt::format("rank {}", name(request.peer)),
+      request.tag);
 }
 
 std::shared_ptr<Request> Group::start_mail(Request request) {
   const int least = request.is_send ? 0 : kAnyRank;
   if (request.peer < least || request.peer >= size()) {
-    throw UsageError({.rank = rank(), .operation = request.is_send ? "send" : "recv"},
+    throw UsageError({.rank = name(rank()), .operation = request.is_send ? "send" : "recv"},
                      fmt::format("There is no rank {} in a world of {}.\nGive a rank from 0 to {}.",
                                  request.peer, size(), size() - 1));
   }
@@ -148,10 +149,10 @@ std::shared_ptr<Request> Group::take_expected(int from, int tag) {
 
 void Group::deliver(Request& request, int from, const std::byte* data, std::size_t bytes) {
   if (bytes != request.bytes) {
-    throw MismatchError({.rank = rank(), .peer = from, .operation = "recv"},
+    throw MismatchError({.rank = name(rank()), .peer = name(from), .operation = "recv"},
                         fmt::format("{} got a message of {} bytes from rank {}.\n"
                                     "Send and receive tensors of the same size and type.",
-                                    text_of_mail(request), bytes, from));
+                                    text_of_mail(request), bytes, name(from)));
   }
   if (bytes != 0) std::memcpy(request.memory, data, bytes);
   request.peer = from;

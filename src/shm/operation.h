@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -43,8 +44,10 @@ struct Operation {
   std::size_t count = 0;  // elements of one part, the same on all ranks
   Parts input = {};
   Parts output = {};
+  const Operation* part_of = nullptr;      // the operation that this one is a step of
+  std::shared_ptr<const void> owner = {};  // of the memory, for as long as it is used
 
-  // "all_reduce of f32[1000], 4000 bytes"
+  // What a caller asked for: "all_reduce of f32[1000], 4000 bytes"
   std::string text() const;
 };
 
@@ -69,5 +72,12 @@ struct Request {
 };
 
 constexpr int kAnyRank = -1;
+
+// Throws UsageError on `rank` if the operation cannot be, in a world of `size`.
+void check(const Operation& operation, int rank, int size);
+
+// Throws MismatchError: two ranks, by their names, are at different operations. `rank` throws it.
+[[noreturn]] void throw_mismatch(int rank, std::uint64_t number, int first,
+                                 const Operation& of_first, int other, const Operation& of_other);
 
 }  // namespace lockstep::shm

@@ -20,7 +20,11 @@ constexpr std::size_t kChunkBytes = 128 << 10;
 // second synchronisation and a copy.
 constexpr std::size_t kPullBytes = 16 << 10;
 
-bool gives_input(const Operation& operation) { return !operation.input.is_empty(); }
+// Whether others read this rank's input: of a reduce, nobody reads the root's.
+bool gives_input(const Operation& operation, int rank) {
+  const bool is_own = operation.kind == Kind::kReduce && operation.root == rank;
+  return !operation.input.is_empty() && !is_own;
+}
 
 }  // namespace
 
@@ -102,7 +106,9 @@ bool Group::post(const Operation& operation, std::uint64_t index, Piece& piece) 
                  .place = kNowhere,
                  .offset = 0,
                  .factor = operation.factor};
-  if (gives_input(operation) && !place_input(operation, piece, mine)) return false;  // no room yet
+  if (gives_input(operation, rank()) && !place_input(operation, piece, mine)) {
+    return false;  // no room yet
+  }
   if (rank() == 0) {
     mine.claimed.store(0, std::memory_order_relaxed);
     mine.num_done.store(0, std::memory_order_relaxed);
@@ -160,14 +166,14 @@ void Group::make_ready(Piece& piece) {
     const Record& theirs = slot(peer, piece.number).record;
     least_retired = std::min(least_retired, slot(peer, piece.number).retired);
     if (peer == rank() || std::memcmp(&mine, &theirs, offsetof(Record, place)) == 0) continue;
-    const auto text = [](const Record& record) {
+    const auto operation_of = [](const Record& record) {
       Operation operation;
       operation.kind = record.kind;
       operation.type = record.type;
       operation.reduction = record.reduction;
       operation.root = record.root;
       operation.count = record.total;
-      return operation.text();
+      return operation;
     };
     // All ranks name the same two: rank 0 and the first that differs from it.
     int other = 1;
@@ -175,11 +181,8 @@ void Group::make_ready(Piece& piece) {
     while (std::memcmp(&first, &slot(other, piece.number).record, offsetof(Record, place)) == 0) {
       ++other;
     }
-    throw MismatchError(
-        {.rank = rank(), .peer = rank() == other ? 0 : other, .operation = name_of(mine.kind)},
-        fmt::format("Operation {} is {} on rank 0, but {} on rank {}.\nMake the same calls in the "
-                    "same order, with the same sizes and types, on all ranks.",
-                    piece.number, text(first), text(slot(other, piece.number).record), other));
+    throw_mismatch(name(rank()), piece.number, name(0), operation_of(first), name(other),
+                   operation_of(slot(other, piece.number).record));
   }
   piece.is_ready = true;
   min_retired_ = std::max(min_retired_, least_retired);

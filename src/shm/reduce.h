@@ -23,6 +23,7 @@ struct ReduceJob {
   int num_outputs = 0;
   void* const* outputs = nullptr;
   std::size_t count = 0;  // elements
+  int average_over = 0;   // what kAverage divides by, if not by num_inputs
 };
 
 // Instruction sets for which the kernels were compiled.

@@ -1,13 +1,13 @@
-#include "backend/shm_work.h"
+#include "backend/runner_work.h"
 
 namespace lockstep {
 
-bool ShmWork::isCompleted() {
+bool RunnerWork::isCompleted() {
   const std::lock_guard lock(work_mutex_);
   if (is_over_) return true;
   try {
     while (next_ < requests_.size()) {
-      if (!group_->poll(*requests_[next_])) return false;
+      if (!runner_->poll(*requests_[next_])) return false;
       ++next_;
     }
     end(nullptr);
@@ -17,25 +17,25 @@ bool ShmWork::isCompleted() {
   return true;
 }
 
-bool ShmWork::isSuccess() const {
+bool RunnerWork::isSuccess() const {
   const std::lock_guard lock(work_mutex_);
   return is_over_ && !error_;
 }
 
-std::exception_ptr ShmWork::exception() const {
+std::exception_ptr RunnerWork::exception() const {
   const std::lock_guard lock(work_mutex_);
   return error_;
 }
 
-bool ShmWork::wait(std::chrono::milliseconds timeout) {
+bool RunnerWork::wait(std::chrono::milliseconds timeout) {
   const std::lock_guard lock(work_mutex_);
   if (!is_over_) {
     try {
       for (; next_ < requests_.size(); ++next_) {
         if (timeout == kNoTimeout) {
-          group_->wait(*requests_[next_]);
+          runner_->wait(*requests_[next_]);
         } else {
-          group_->wait(*requests_[next_], timeout);
+          runner_->wait(*requests_[next_], timeout);
         }
       }
       end(nullptr);
@@ -47,7 +47,7 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
+c10::intrusive_ptr<c10::ivalue::Future> RunnerWork::getFuture() {
   {
     const std::lock_guard lock(work_mutex_);
     if (future_) return future_;
@@ -59,14 +59,14 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     }
   }
   if (const auto driver = driver_.lock()) {
-    driver->drive(c10::intrusive_ptr<ShmWork>::reclaim_copy(this));
+    driver->drive(c10::intrusive_ptr<RunnerWork>::reclaim_copy(this));
   } else {
     isCompleted();  // without an engine nothing moves any more
   }
   return future_;
 }
 
-void ShmWork::end(std::exception_ptr error) {
+void RunnerWork::end(std::exception_ptr error) {
   error_ = std::move(error);
   if (!error_ && after_) {
     try {
@@ -81,7 +81,7 @@ void ShmWork::end(std::exception_ptr error) {
   if (future_) complete_future();
 }
 
-void ShmWork::complete_future() {
+void RunnerWork::complete_future() {
   if (error_) {
     future_->setErrorIfNeeded(error_);
   } else if (!future_->completed()) {
@@ -98,7 +98,7 @@ FutureDriver::~FutureDriver() {
   if (thread_.joinable()) thread_.join();
 }
 
-void FutureDriver::drive(c10::intrusive_ptr<ShmWork> work) {
+void FutureDriver::drive(c10::intrusive_ptr<RunnerWork> work) {
   const std::lock_guard lock(mutex_);
   works_.push_back(std::move(work));
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });

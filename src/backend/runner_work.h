@@ -1,4 +1,4 @@
-// Work of the shared-memory engine: one or several operations that a caller waits for as one.
+// Work of a TensorEngine: one or several operations that a caller waits for as one.
 //
 // It moves on in isCompleted() and wait(), on the caller's thread. Only futures that somebody asks
 // for are completed by a thread, which is started with the first of them.
@@ -16,37 +16,37 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "shm/group.h"
+#include "shm/runner.h"
 
 namespace lockstep {
 
-class ShmWork;
+class RunnerWork;
 
 // Completes the futures that somebody asked for. Its thread never throws: what goes wrong is
 // stored in the future.
 class FutureDriver {
  public:
   ~FutureDriver();
-  void drive(c10::intrusive_ptr<ShmWork> work);
+  void drive(c10::intrusive_ptr<RunnerWork> work);
 
  private:
   void run();
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<c10::intrusive_ptr<ShmWork>> works_;  // guarded by mutex_
-  bool is_ending_ = false;                         // guarded by mutex_
+  std::deque<c10::intrusive_ptr<RunnerWork>> works_;  // guarded by mutex_
+  bool is_ending_ = false;                            // guarded by mutex_
   std::thread thread_;
 };
 
-class ShmWork : public c10d::Work {
+class RunnerWork : public c10d::Work {
  public:
   // `tensors` are kept alive and are the result; `after` runs once all operations are done.
-  ShmWork(std::shared_ptr<shm::Group> group, std::weak_ptr<FutureDriver> driver, c10d::OpType type,
-          int rank, std::vector<at::Tensor> tensors,
-          std::vector<std::shared_ptr<shm::Request>> requests, std::function<void()> after)
+  RunnerWork(std::shared_ptr<shm::Runner> runner, std::weak_ptr<FutureDriver> driver,
+             c10d::OpType type, int rank, std::vector<at::Tensor> tensors,
+             std::vector<std::shared_ptr<shm::Request>> requests, std::function<void()> after)
       : c10d::Work(rank, type),
-        group_(std::move(group)),
+        runner_(std::move(runner)),
         driver_(std::move(driver)),
         tensors_(std::move(tensors)),
         requests_(std::move(requests)),
@@ -66,7 +66,7 @@ class ShmWork : public c10d::Work {
   void complete_future();
 
   // Constant after construction.
-  const std::shared_ptr<shm::Group> group_;
+  const std::shared_ptr<shm::Runner> runner_;
   const std::weak_ptr<FutureDriver> driver_;  // goes with the engine
   const std::vector<at::Tensor> tensors_;
   const std::vector<std::shared_ptr<shm::Request>> requests_;

@@ -1,0 +1,339 @@
+#include "backend/tensor_engine.h"
+
+#include <fmt/format.h>
+#include <lockstep/error.h>
+
+#include <functional>
+
+namespace lockstep {
+
+using shm::DataType;
+using shm::Kind;
+using shm::Operation;
+using shm::Parts;
+using WorkPtr = TensorEngine::WorkPtr;
+
+namespace {
+
+Tensors flatten(const std::vector<Tensors>& lists) {
+  Tensors flat;
+  for (const Tensors& list : lists) flat.insert(flat.end(), list.begin(), list.end());
+  return flat;
+}
+
+}  // namespace
+
+// Collects the operations of one call, and what must happen to tensors that are not dense:
+// they are read from a dense copy, and written back from one at the end.
+class TensorEngine::Builder {
+ public:
+  Builder(TensorEngine& engine, c10d::OpType type, Tensors results)
+      : engine_(engine), type_(type), results_(std::move(results)) {}
+
+  at::Tensor read(const at::Tensor& tensor) {
+    check(tensor);
+    const at::NoGradGuard no_grad;
+    kept_->push_back(tensor.contiguous());
+    return kept_->back();
+  }
+  at::Tensor read_and_write(const at::Tensor& tensor) {
+    const at::Tensor dense = read(tensor);
+    if (dense.data_ptr() != tensor.data_ptr()) copies_.emplace_back(tensor, dense);
+    return dense;
+  }
+  Parts read(const Tensors& tensors) {
+    Parts parts;
+    for (const at::Tensor& tensor : tensors) parts.list.push_back(data_of(read(tensor)));
+    return parts;
+  }
+  Parts write(const Tensors& tensors) {
+    Parts parts;
+    for (const at::Tensor& tensor : tensors) parts.list.push_back(data_of(read_and_write(tensor)));
+    return parts;
+  }
+
+  void start(Operation operation) {
+    operation.owner = kept_;
+    add(engine_.runner_->start(std::move(operation)));
+    ++engine_.sequence_;
+  }
+  void add(std::shared_ptr<shm::Request> request) { requests_.push_back(std::move(request)); }
+
+  WorkPtr work() {
+    const auto after = [copies = std::move(copies_), kept = std::move(kept_)] {
+      const at::NoGradGuard no_grad;
+      for (const auto& [tensor, dense] : copies) tensor.copy_(dense);
+    };
+    return c10::make_intrusive<RunnerWork>(engine_.runner_, engine_.driver_, type_, engine_.rank_,
+                                           std::move(results_), std::move(requests_), after);
+  }
+
+ private:
+  void check(const at::Tensor& tensor) const {
+    if (tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu()) return;
+    engine_.checks_.refuse(
+        c10d::opTypeToString(type_).c_str(),
+        "This engine takes dense tensors on the CPU.\nMove the tensor there, or choose another.");
+  }
+
+  TensorEngine& engine_;
+  c10d::OpType type_;
+  Tensors results_;
+  std::shared_ptr<Tensors> kept_ = std::make_shared<Tensors>();
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+  std::vector<std::shared_ptr<shm::Request>> requests_;
+};
+
+at::Tensor TensorEngine::allocateTensor(long size, at::TensorOptions options) {
+  if (!options.device().is_cpu()) {
+    checks_.refuse("allocateTensor",
+                   "Shared memory holds tensors on the CPU only.\nUse device cpu.");
+  }
+  const std::size_t bytes = static_cast<std::size_t>(size) * options.dtype().itemsize();
+  std::byte* memory = memory_->allocate(bytes);
+  // The memory outlives the engine if the tensor does.
+  return at::from_blob(
+      memory, {size}, [owner = memory_, memory](void*) { owner->release(memory); }, options);
+}
+
+WorkPtr TensorEngine::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  checks_.reduction("all_reduce", options.reduceOp, tensors);
+  Builder builder(*this, c10d::OpType::ALLREDUCE, tensors);
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor dense = builder.read_and_write(tensor);
+    Operation operation = operation_of(Kind::kAllReduce, dense, options.reduceOp);
+    operation.input.base = operation.output.base = data_of(dense);
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::allreduce_coalesced(Tensors& tensors,
+                                          const c10d::AllreduceCoalescedOptions& options) {
+  return allreduce(tensors, options);
+}
+
+WorkPtr TensorEngine::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  checks_.reduction("reduce", options.reduceOp, tensors);
+  Builder builder(*this, c10d::OpType::REDUCE, tensors);
+  for (const at::Tensor& tensor : tensors) {
+    const bool is_root = rank_ == options.rootRank;
+    const at::Tensor dense = is_root ? builder.read_and_write(tensor) : builder.read(tensor);
+    Operation operation = operation_of(Kind::kReduce, dense, options.reduceOp);
+    operation.root = static_cast<int>(options.rootRank);
+    operation.input.base = data_of(dense);
+    if (is_root) operation.output.base = data_of(dense);
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  Builder builder(*this, c10d::OpType::BROADCAST, tensors);
+  for (const at::Tensor& tensor : tensors) {
+    const bool is_root = rank_ == options.rootRank;
+    const at::Tensor dense = is_root ? builder.read(tensor) : builder.read_and_write(tensor);
+    Operation operation = operation_of(Kind::kBroadcast, dense);
+    operation.root = static_cast<int>(options.rootRank);
+    (is_root ? operation.input : operation.output).base = data_of(dense);
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::barrier(const c10d::BarrierOptions&) {
+  Builder builder(*this, c10d::OpType::BARRIER, {});
+  builder.start({});
+  return builder.work();
+}
+
+WorkPtr TensorEngine::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                const c10d::AllgatherOptions&) {
+  checks_.lists("all_gather", outputs, inputs);
+  Builder builder(*this, c10d::OpType::ALLGATHER, flatten(outputs));
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    Operation operation = operation_of(Kind::kAllGather, inputs[i]);
+    operation.input.base = data_of(builder.read(inputs[i]));
+    operation.output = builder.write(outputs[i]);
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                      const c10d::AllgatherOptions& options) {
+  Tensors outputs = {output};
+  Tensors inputs = {input};
+  return allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+WorkPtr TensorEngine::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions&) {
+  Builder builder(*this, c10d::OpType::_ALLGATHER_BASE, outputs);
+  checks_.pairs("all_gather", outputs, inputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    checks_.same("all_gather", outputs[i], inputs[i], size_, 1);
+    Operation operation = operation_of(Kind::kAllGather, inputs[i]);
+    operation.input.base = data_of(builder.read(inputs[i]));
+    operation.output = {.base = data_of(builder.read_and_write(outputs[i])),
+                        .stride = inputs[i].nbytes()};
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                             const c10d::GatherOptions& options) {
+  const bool is_root = rank_ == options.rootRank;
+  if (is_root) {
+    checks_.lists("gather", outputs, inputs);
+  } else if (!outputs.empty()) {
+    checks_.refuse("gather",
+                   "gather was given outputs on a rank that is not the root.\nGive none.");
+  }
+  Builder builder(*this, c10d::OpType::GATHER, flatten(outputs));
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    Operation operation = operation_of(Kind::kGather, inputs[i]);
+    operation.root = static_cast<int>(options.rootRank);
+    operation.input.base = data_of(builder.read(inputs[i]));
+    if (is_root) operation.output = builder.write(outputs[i]);
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                              const c10d::ScatterOptions& options) {
+  const bool is_root = rank_ == options.rootRank;
+  if (is_root) {
+    checks_.lists("scatter", inputs, outputs);
+  } else if (!inputs.empty()) {
+    checks_.refuse("scatter",
+                   "scatter was given inputs on a rank that is not the root.\nGive none.");
+  }
+  Builder builder(*this, c10d::OpType::SCATTER, outputs);
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    Operation operation = operation_of(Kind::kScatter, outputs[i]);
+    operation.root = static_cast<int>(options.rootRank);
+    if (is_root) operation.input = builder.read(inputs[i]);
+    operation.output.base = data_of(builder.read_and_write(outputs[i]));
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                     const c10d::ReduceScatterOptions& options) {
+  checks_.lists("reduce_scatter", inputs, outputs);
+  checks_.reduction("reduce_scatter", options.reduceOp, outputs);
+  Builder builder(*this, c10d::OpType::REDUCE_SCATTER, outputs);
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    Operation operation = operation_of(Kind::kReduceScatter, outputs[i], options.reduceOp);
+    operation.input = builder.read(inputs[i]);
+    operation.output.base = data_of(builder.read_and_write(outputs[i]));
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                           const c10d::ReduceScatterOptions& options) {
+  Tensors outputs = {output};
+  Tensors inputs = {input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+WorkPtr TensorEngine::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::ReduceScatterOptions& options) {
+  checks_.reduction("reduce_scatter", options.reduceOp, outputs);
+  checks_.pairs("reduce_scatter", outputs, inputs);
+  Builder builder(*this, c10d::OpType::_REDUCE_SCATTER_BASE, outputs);
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    checks_.same("reduce_scatter", outputs[i], inputs[i], 1, size_);
+    Operation operation = operation_of(Kind::kReduceScatter, outputs[i], options.reduceOp);
+    operation.input = {.base = data_of(builder.read(inputs[i])), .stride = outputs[i].nbytes()};
+    operation.output.base = data_of(builder.read_and_write(outputs[i]));
+    builder.start(std::move(operation));
+  }
+  return builder.work();
+}
+
+WorkPtr TensorEngine::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) {
+  checks_.count("all_to_all", outputs.size());
+  checks_.count("all_to_all", inputs.size());
+  Builder builder(*this, c10d::OpType::ALLTOALL, outputs);
+  start_all_to_all(builder, inputs, outputs);
+  return builder.work();
+}
+
+WorkPtr TensorEngine::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                    std::vector<int64_t>& output_splits,
+                                    std::vector<int64_t>& input_splits,
+                                    const c10d::AllToAllOptions&) {
+  Builder builder(*this, c10d::OpType::ALLTOALL_BASE, {output});
+  start_all_to_all(builder, checks_.split(builder.read(input), input_splits),
+                   checks_.split(builder.read_and_write(output), output_splits));
+  return builder.work();
+}
+
+WorkPtr TensorEngine::send(Tensors& tensors, int peer, int tag) {
+  Builder builder(*this, c10d::OpType::SEND, tensors);
+  const at::Tensor dense = builder.read(checks_.only_one("send", tensors));
+  builder.add(runner_->send(data_of(dense), dense.nbytes(), peer, tag));
+  return builder.work();
+}
+
+WorkPtr TensorEngine::recv(Tensors& tensors, int peer, int tag) {
+  return receive(tensors, peer, tag);
+}
+
+WorkPtr TensorEngine::recvAnysource(Tensors& tensors, int tag) {
+  return receive(tensors, shm::kAnyRank, tag);
+}
+
+WorkPtr TensorEngine::receive(const Tensors& tensors, int peer, int tag) {
+  Builder builder(*this, c10d::OpType::RECV, tensors);
+  const at::Tensor dense = builder.read_and_write(checks_.only_one("recv", tensors));
+  builder.add(runner_->receive(data_of(dense), dense.nbytes(), peer, tag));
+  return builder.work();
+}
+
+// Parts may differ in size: ranks first tell each other how much they send to whom, and then all
+// count in the largest part.
+void TensorEngine::start_all_to_all(Builder& builder, const Tensors& inputs,
+                                    const Tensors& outputs) {
+  std::vector<int64_t> counts;
+  for (const at::Tensor& input : inputs) counts.push_back(input.numel());
+  std::vector<int64_t> all(counts.size() * counts.size());
+  Operation tell;
+  tell.kind = Kind::kAllGather;
+  tell.type = DataType::kI64;
+  tell.count = counts.size();
+  tell.input.base = reinterpret_cast<std::byte*>(counts.data());
+  tell.output = {.base = reinterpret_cast<std::byte*>(all.data()), .stride = counts.size() * 8};
+  runner_->wait(*runner_->start(std::move(tell)));
+
+  Operation operation = operation_of(Kind::kAllToAll, inputs.front());
+  const std::size_t unit = operation.type == DataType::kBytes ? inputs.front().element_size() : 1;
+  operation.count = 0;
+  for (const int64_t count : all) {
+    operation.count = std::max(operation.count, static_cast<std::size_t>(count) * unit);
+  }
+  operation.input = builder.read(inputs);
+  operation.output = builder.write(outputs);
+  for (std::size_t peer = 0; peer < outputs.size(); ++peer) {
+    const int64_t sent = all[peer * counts.size() + static_cast<std::size_t>(rank_)];
+    if (sent != outputs[peer].numel() || outputs[peer].scalar_type() != inputs[0].scalar_type()) {
+      throw MismatchError(
+          {.rank = rank_, .peer = static_cast<int>(peer), .operation = "all_to_all"},
+          fmt::format("Rank {} sends {} elements, but rank {} has room for {}.\n"
+                      "Make the splits of both sides equal.",
+                      peer, sent, rank_, outputs[peer].numel()));
+    }
+    operation.input.counts.push_back(static_cast<std::size_t>(counts[peer]) * unit);
+    operation.output.counts.push_back(static_cast<std::size_t>(sent) * unit);
+  }
+  builder.start(std::move(operation));
+}
+
+}  // namespace lockstep
