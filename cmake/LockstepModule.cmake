@@ -101,7 +101,7 @@ function(lockstep_library)
   target_include_directories(lockstep PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
                              $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   # By name, not by path: the exported target asks find_package(Torch) where LibTorch is.
-  target_link_libraries(lockstep PUBLIC torch Threads::Threads ZLIB::ZLIB)
+  target_link_libraries(lockstep PUBLIC torch Threads::Threads ZLIB::ZLIB ${LOCKSTEP_MPI_TARGET})
 
   if(NOT LOCKSTEP_INSTALL)
     return()
@@ -110,7 +110,11 @@ function(lockstep_library)
   set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/lockstep)
   install(TARGETS lockstep EXPORT lockstep)
   install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
-          FILES_MATCHING PATTERN "*.h")
+          FILES_MATCHING PATTERN "*.h" PATTERN mpi.h EXCLUDE)
+  if(LOCKSTEP_MPI_TARGET)
+    install(FILES ${PROJECT_SOURCE_DIR}/include/lockstep/mpi.h
+            DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
+  endif()
   install(EXPORT lockstep NAMESPACE lockstep:: FILE lockstepTargets.cmake DESTINATION ${package_dir})
   configure_package_config_file(cmake/lockstepConfig.cmake.in
                                 ${PROJECT_BINARY_DIR}/lockstepConfig.cmake

@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,7 @@ struct EngineContext {
   std::chrono::milliseconds connect_timeout{};  // until the ranks are connected
   std::chrono::milliseconds timeout{};          // of every operation after that
   std::string master_address;                   // a host that all hosts reach; empty if not needed
+  std::shared_ptr<const void> communicator;     // of join_mpi (lockstep/mpi.h)
 
   int size() const { return static_cast<int>(members.size()); }
   LOCKSTEP_API bool is_one_host() const;

@@ -36,6 +36,7 @@ struct JoinOptions {
   std::optional<int> rank = std::nullopt;
   std::optional<int> size = std::nullopt;
   c10::intrusive_ptr<c10d::Store> store = {};
+  std::shared_ptr<const void> communicator = {};  // set by join_mpi (lockstep/mpi.h)
 };
 
 class LOCKSTEP_API World {

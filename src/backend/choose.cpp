@@ -18,11 +18,13 @@ struct Row {
   std::string (*why_not)();
   bool (*fits)(const EngineContext&);
   Backend (*make)(const EngineContext&);
+  bool is_for_auto = true;  // else only by name
 };
 
 bool is_alone(const EngineContext& context) { return context.size() == 1; }
+bool can_be_reduced(const EngineContext& context) { return context.size() <= shm::kMaxRanks; }
 bool is_on_one_host(const EngineContext& context) {
-  return context.is_one_host() && context.size() <= shm::kMaxRanks;
+  return context.is_one_host() && can_be_reduced(context);
 }
 bool is_always(const EngineContext&) { return true; }
 std::string always_built() { return {}; }
@@ -32,6 +34,7 @@ constexpr std::array kTable = {
     Row{"solo", always_built, is_alone, make_solo},
     Row{"shm", always_built, is_on_one_host, make_shm},
     Row{"gloo", why_no_gloo, is_always, make_gloo},
+    Row{"mpi", why_no_mpi, can_be_reduced, make_mpi, false},
 };
 
 }  // namespace
@@ -57,8 +60,9 @@ void throw_not_built(int rank, const std::string& name, const std::string& reaso
 Backend make_engine(const std::string& name, const EngineContext& context) {
   std::string known;
   for (const Row& row : kTable) {
-    const bool is_chosen =
-        name == "auto" ? row.why_not().empty() && row.fits(context) : name == row.name;
+    const bool is_chosen = name == "auto"
+                               ? row.is_for_auto && row.why_not().empty() && row.fits(context)
+                               : name == row.name;
     if (is_chosen) {
       if (!row.fits(context)) {
         throw UsageError({.rank = context.rank, .operation = "join"},

@@ -26,6 +26,9 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context);
 std::string why_no_gloo();  // empty if there is Gloo
 Backend make_gloo(const EngineContext& context);
 
+std::string why_no_mpi();  // empty if there is MPI
+Backend make_mpi(const EngineContext& context);
+
 // Throws UsageError: the engine is not in this build.
 [[noreturn]] void throw_not_built(int rank, const std::string& name, const std::string& reason);
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <lockstep/error.h>
 
+#include <algorithm>
 #include <functional>
 
 namespace lockstep {
@@ -54,10 +55,13 @@ class TensorEngine::Builder {
 
   void start(Operation operation) {
     operation.owner = kept_;
-    add(engine_.runner_->start(std::move(operation)));
+    requests_.push_back(engine_.runner_->start(std::move(operation)));
     ++engine_.sequence_;
   }
-  void add(std::shared_ptr<shm::Request> request) { requests_.push_back(std::move(request)); }
+  void add_mail(std::shared_ptr<shm::Request> request) {
+    request->operation.owner = kept_;
+    requests_.push_back(std::move(request));
+  }
 
   WorkPtr work() {
     const auto after = [copies = std::move(copies_), kept = std::move(kept_)] {
@@ -279,7 +283,7 @@ WorkPtr TensorEngine::alltoall_base(at::Tensor& output, at::Tensor& input,
 WorkPtr TensorEngine::send(Tensors& tensors, int peer, int tag) {
   Builder builder(*this, c10d::OpType::SEND, tensors);
   const at::Tensor dense = builder.read(checks_.only_one("send", tensors));
-  builder.add(runner_->send(data_of(dense), dense.nbytes(), peer, tag));
+  builder.add_mail(runner_->send(data_of(dense), dense.nbytes(), peer, tag));
   return builder.work();
 }
 
@@ -294,14 +298,35 @@ WorkPtr TensorEngine::recvAnysource(Tensors& tensors, int tag) {
 WorkPtr TensorEngine::receive(const Tensors& tensors, int peer, int tag) {
   Builder builder(*this, c10d::OpType::RECV, tensors);
   const at::Tensor dense = builder.read_and_write(checks_.only_one("recv", tensors));
-  builder.add(runner_->receive(data_of(dense), dense.nbytes(), peer, tag));
+  builder.add_mail(runner_->receive(data_of(dense), dense.nbytes(), peer, tag));
   return builder.work();
 }
 
-// Parts may differ in size: ranks first tell each other how much they send to whom, and then all
-// count in the largest part.
+// Parts may differ in size. A runner that counts in the largest part has to know it: ranks first
+// tell each other how much they send to whom.
 void TensorEngine::start_all_to_all(Builder& builder, const Tensors& inputs,
                                     const Tensors& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (output.scalar_type() == inputs.front().scalar_type()) continue;
+    checks_.refuse("all_to_all", "Inputs and outputs differ in type.\nUse the same type.");
+  }
+  Operation operation = operation_of(Kind::kAllToAll, inputs.front());
+  const std::size_t unit = operation.type == DataType::kBytes ? inputs.front().element_size() : 1;
+  operation.count =
+      runner_->needs_largest_part() ? tell_parts(inputs, outputs) * unit : std::size_t{0};
+  operation.input = builder.read(inputs);
+  operation.output = builder.write(outputs);
+  for (const at::Tensor& input : inputs) {
+    operation.input.counts.push_back(static_cast<std::size_t>(input.numel()) * unit);
+  }
+  for (const at::Tensor& output : outputs) {
+    operation.output.counts.push_back(static_cast<std::size_t>(output.numel()) * unit);
+  }
+  builder.start(std::move(operation));
+}
+
+// The largest part of all ranks, in elements.
+std::size_t TensorEngine::tell_parts(const Tensors& inputs, const Tensors& outputs) {
   std::vector<int64_t> counts;
   for (const at::Tensor& input : inputs) counts.push_back(input.numel());
   std::vector<int64_t> all(counts.size() * counts.size());
@@ -312,28 +337,15 @@ void TensorEngine::start_all_to_all(Builder& builder, const Tensors& inputs,
   tell.input.base = reinterpret_cast<std::byte*>(counts.data());
   tell.output = {.base = reinterpret_cast<std::byte*>(all.data()), .stride = counts.size() * 8};
   runner_->wait(*runner_->start(std::move(tell)));
-
-  Operation operation = operation_of(Kind::kAllToAll, inputs.front());
-  const std::size_t unit = operation.type == DataType::kBytes ? inputs.front().element_size() : 1;
-  operation.count = 0;
-  for (const int64_t count : all) {
-    operation.count = std::max(operation.count, static_cast<std::size_t>(count) * unit);
-  }
-  operation.input = builder.read(inputs);
-  operation.output = builder.write(outputs);
   for (std::size_t peer = 0; peer < outputs.size(); ++peer) {
     const int64_t sent = all[peer * counts.size() + static_cast<std::size_t>(rank_)];
-    if (sent != outputs[peer].numel() || outputs[peer].scalar_type() != inputs[0].scalar_type()) {
-      throw MismatchError(
-          {.rank = rank_, .peer = static_cast<int>(peer), .operation = "all_to_all"},
-          fmt::format("Rank {} sends {} elements, but rank {} has room for {}.\n"
-                      "Make the splits of both sides equal.",
-                      peer, sent, rank_, outputs[peer].numel()));
-    }
-    operation.input.counts.push_back(static_cast<std::size_t>(counts[peer]) * unit);
-    operation.output.counts.push_back(static_cast<std::size_t>(sent) * unit);
+    if (sent == outputs[peer].numel()) continue;
+    throw MismatchError({.rank = rank_, .peer = static_cast<int>(peer), .operation = "all_to_all"},
+                        fmt::format("Rank {} sends {} elements, but rank {} has room for {}.\n"
+                                    "Make the splits of both sides equal.",
+                                    peer, sent, rank_, outputs[peer].numel()));
   }
-  builder.start(std::move(operation));
+  return static_cast<std::size_t>(*std::ranges::max_element(all));
 }
 
 }  // namespace lockstep

@@ -20,7 +20,7 @@ class TensorEngine : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // `memory` hands out what others reach without a copy.
+  // `memory` hands out what others reach without a copy; nullptr if there is none.
   TensorEngine(std::string name, std::shared_ptr<shm::Runner> runner,
                std::shared_ptr<shm::Group> memory)
       : c10d::Backend(runner->rank(), runner->size()),
@@ -32,7 +32,7 @@ class TensorEngine : public c10d::Backend {
   const std::string getBackendName() const override { return name_; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return memory_ != nullptr; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -69,6 +69,7 @@ class TensorEngine : public c10d::Backend {
 
   WorkPtr receive(const Tensors& tensors, int peer, int tag);
   void start_all_to_all(Builder& builder, const Tensors& inputs, const Tensors& outputs);
+  std::size_t tell_parts(const Tensors& inputs, const Tensors& outputs);
 
   const std::string name_;
   const TensorChecks checks_;

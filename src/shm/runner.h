@@ -1,5 +1,6 @@
 // Runner: what runs operations on raw memory for all ranks of a world. Group does it for the ranks
-// of one host, the hierarchical engine (backend/hierarchy.h) for those of several.
+// of one host, MpiRunner for those of an MPI communicator, the hierarchical engine
+// (backend/hierarchy.h) for those of several.
 #pragma once
 
 #include <chrono>
@@ -16,6 +17,9 @@ class Runner {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+
+  // Whether Operation::count of a kAllToAll must be the largest part that any rank gives another.
+  virtual bool needs_largest_part() const { return true; }
 
   // Begins an operation; memory must stay as it is until it is done.
   // Throws UsageError, or what an earlier operation failed with.

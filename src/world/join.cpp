@@ -118,6 +118,7 @@ World World::join(const JoinOptions& options) {
   context.connect_timeout = remaining(deadline);
   context.timeout = options.timeout;
   context.master_address = master_address(placement);
+  context.communicator = options.communicator;
   try {
     state->backend = make_engine(engine, context);
   } catch (...) {

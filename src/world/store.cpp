@@ -91,6 +91,13 @@ c10::intrusive_ptr<c10d::Store> connect_tcp(const TcpAddress& address,
   return c10::make_intrusive<c10d::TCPStore>(address.host, options);
 }
 
+int port_of(int socket) {
+  sockaddr_in6 address{};  // an IPv4 address has its port in the same place
+  socklen_t length = sizeof address;
+  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length);
+  return ntohs(address.sin6_port);
+}
+
 // Whether this very process listens on the port: an earlier world of it serves its store there.
 bool is_listening_here(int port) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -100,10 +107,7 @@ bool is_listening_here(int port) {
     if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &length) != 0 || accepts == 0) {
       continue;
     }
-    sockaddr_in6 address{};  // an IPv4 address has its port in the same place
-    length = sizeof address;
-    ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-    if (ntohs(address.sin6_port) == port) return true;
+    if (port_of(fd) == port) return true;
   }
   return false;
 }
@@ -167,6 +171,17 @@ struct Opener {
 
 OpenStore open_store(const Placement& placement, std::chrono::milliseconds timeout) {
   return std::visit(Opener{placement, timeout}, placement.store);
+}
+
+OpenStore serve_store(TcpAddress& address, std::chrono::milliseconds timeout) {
+  Fd socket = listen_at(address.host, 0);
+  if (!socket) {
+    throw_errno(fmt::format("rank 0 cannot listen on {}", address.host),
+                "Set MASTER_ADDR to an address of rank 0's own host.");
+  }
+  address.port = port_of(socket.get());
+  return {connect_tcp(address, timeout, std::move(socket)),
+          fmt::format("{}:{}", address.host, address.port), [] {}};
 }
 
 }  // namespace lockstep

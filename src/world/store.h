@@ -23,4 +23,7 @@ struct OpenStore {
 // Throws: SystemError, TimeoutError if the store's server cannot be reached in time.
 OpenStore open_store(const Placement& placement, std::chrono::milliseconds timeout);
 
+// Serves a store at an address of this host, on a port that the system chooses and sets.
+OpenStore serve_store(TcpAddress& address, std::chrono::milliseconds timeout);
+
 }  // namespace lockstep

@@ -7,6 +7,8 @@ export TMPDIR=$work
 expect "1 rank, replicas equal: yes" "$program"
 expect "3 ranks, replicas equal: yes" mpirun -n 3 "$program"
 expect "started by OpenMPI" mpirun -n 2 sh -c "$program; exit" # through a wrapper
+expect "3 ranks, replicas equal: yes" env LOCKSTEP_ENGINE=mpi mpirun -n 3 "$program"
+expect "engine: mpi" env LOCKSTEP_ENGINE=mpi mpirun -n 2 "$program"
 compgen -G "$work/lockstep-*" && die "a file was left behind"
 
 # Beside a PyTorch that was installed by pip; an unpacked LibTorch has none.

@@ -9,6 +9,12 @@ expect "install libgloo-dev" "${configure[@]}" -DLOCKSTEP_WITH_GLOO=AUTO -DLOCKS
 refuse "LOCKSTEP_WITH_GLOO is ON, but Gloo's headers were not found" \
   "${configure[@]}" -DLOCKSTEP_WITH_GLOO=ON -DLOCKSTEP_GLOO_INCLUDE_DIR=
 rm -rf "$work/build"
+expect "switched off (LOCKSTEP_WITH_MPI=OFF)" "${configure[@]}" -DLOCKSTEP_WITH_MPI=OFF
+rm -rf "$work/build"
+without_mpi=(-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON)
+expect "install libopenmpi-dev" "${configure[@]}" "${without_mpi[@]}"
+refuse "LOCKSTEP_WITH_MPI is ON, but no MPI was found" "${configure[@]}" "${without_mpi[@]}" -DLOCKSTEP_WITH_MPI=ON
+rm -rf "$work/build"
 refuse "there is no LibTorch there" env LOCKSTEP_TORCH="$work" "${configure[@]}"
 
 # A LibTorch for CUDA on a machine without CUDA's toolkit is used for CPUs.
@@ -31,6 +37,6 @@ expect "gloo" env -u LOCKSTEP_TORCH "${configure[@]}" -DTorch_DIR="$LOCKSTEP_TOR
 
 # The build goes on without it, and says at run time why there is none.
 rm -rf "$work/build"
-"${configure[@]}" -DLOCKSTEP_WITH_GLOO=OFF -DCMAKE_BUILD_TYPE=Debug >/dev/null
-ninja -C "$work/build" CMakeFiles/lockstep_backend.dir/src/backend/no_gloo.cpp.o >"$work/log" ||
+"${configure[@]}" -DLOCKSTEP_WITH_GLOO=OFF -DLOCKSTEP_WITH_MPI=OFF -DCMAKE_BUILD_TYPE=Debug >/dev/null
+ninja -C "$work/build" CMakeFiles/lockstep_backend.dir/src/backend/no_{gloo,mpi}.cpp.o >"$work/log" ||
   die "$(cat "$work/log")"

@@ -63,6 +63,7 @@ const std::vector<EngineRow> kEngines = {
       {"send_and_receive", {}}},
      false,
      false},
+    {"mpi", {1, 2, 3, 4}, {}, true, true},
 };
 
 bool is_bitwise(OpType op) { return op >= c10d::ReduceOp::BAND && op <= c10d::ReduceOp::BXOR; }
@@ -569,14 +570,19 @@ INSTANTIATE_TEST_SUITE_P(Engines, Conformance, testing::ValuesIn(all_cases()),
 
 TEST_P(Conformance, Holds) {
   const Case& param = GetParam();
-  EXPECT_TRUE(test::all_passed(test::run_ranks(param.size, [&](int rank) {
-    const World world =
-        World::join({.engine = param.row->name, .timeout = std::chrono::seconds(60)});
-    param.check->run({world, *param.row, param.check->name, *world.backend(), rank, param.size});
-    // Nobody leaves while another is still at it. Not barrier(): Gloo's throws once more what an
-    // operation before it has thrown, if its thread has not yet let go of that one.
-    world.all_reduce(at::zeros({1}));
-  })));
+  const auto options = param.row->name == "mpi" ? test::mpirun(param.size) : test::RankOptions{};
+  EXPECT_TRUE(test::all_passed(test::run_ranks(
+      param.size,
+      [&](int rank) {
+        const World world =
+            World::join({.engine = param.row->name, .timeout = std::chrono::seconds(60)});
+        param.check->run(
+            {world, *param.row, param.check->name, *world.backend(), rank, param.size});
+        // Nobody leaves while another is still at it. Not barrier(): Gloo's throws once more what
+        // an operation before it has thrown, if its thread has not yet let go of that one.
+        world.all_reduce(at::zeros({1}));
+      },
+      options)));
 }
 
 // Every engine of this build has a row here: a new one cannot escape.

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <iostream>
 #include <stdexcept>
 
@@ -20,6 +21,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kRankVariable = "LOCKSTEP_TEST_RANK";
+
+// Of a rank that another launcher has started: which one it is.
+int rank_from_launcher() {
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}) {
+    if (const char* rank = std::getenv(name)) return std::atoi(rank);
+  }
+  throw std::runtime_error("the launcher sets no rank");
+}
 
 std::string current_test() {
   const testing::TestInfo* info = testing::UnitTest::GetInstance()->current_test_info();
@@ -98,21 +107,27 @@ struct Ranks::Impl {
 
 Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
     : impl_(std::make_unique<Impl>()) {
-  if (const char* rank = std::getenv(kRankVariable)) be_rank(std::atoi(rank), body);
+  if (const char* rank = std::getenv(kRankVariable)) {
+    be_rank(*rank == '\0' ? rank_from_launcher() : std::atoi(rank), body);
+  }
   const Fd store = make_memfd("lockstep-test-store");
   impl_->deadline = impl_->start + options.deadline;
-  for (int rank = 0; rank < size; ++rank) {
+  const bool is_launched = !options.launcher.empty();
+  for (int rank = 0; rank < (is_launched ? 1 : size); ++rank) {
     Pipe pipe = make_pipe();
-    const std::vector<std::string> self = {"/proc/self/exe", "--gtest_filter=" + current_test(),
-                                           "--gtest_brief=1"};
+    const std::vector<std::string> self = {std::filesystem::read_symlink("/proc/self/exe"),
+                                           "--gtest_filter=" + current_test(), "--gtest_brief=1"};
     Command command;
-    if (options.has_place) {
+    if (is_launched) {
+      command.arguments = options.launcher;
+      command.arguments.insert(command.arguments.end(), self.begin(), self.end());
+    } else if (options.has_place) {
       command = rank_command(self, rank, size, store.get());
     } else {
       command.arguments = self;
     }
     for (const auto& [name, value] : options.variables) command.variables[name] = value;
-    command.variables[kRankVariable] = std::to_string(rank);
+    command.variables[kRankVariable] = is_launched ? "" : std::to_string(rank);
     // Ranks share the machine's few cores: one thread each, as a launcher would set it.
     command.variables.emplace("OMP_NUM_THREADS", "1");
     if (options.rank_variables) {
@@ -159,6 +174,18 @@ RankResults Ranks::wait() {
 
 RankResults run_ranks(int size, const RankBody& body, const RankOptions& options) {
   return Ranks(size, body, options).wait();
+}
+
+RankOptions mpirun(int size, const std::vector<std::string>& more) {
+  RankOptions options;
+  options.launcher = {"mpirun", "-n", std::to_string(size)};
+  options.launcher.insert(options.launcher.end(), more.begin(), more.end());
+  // As tests run as root in containers and on few cores; only OpenMPI reads these.
+  options.variables = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                       {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+                       {"OMPI_MCA_rmaps_base_oversubscribe", "1"},
+                       {"OMPI_MCA_hwloc_base_binding_policy", "none"}};
+  return options;
 }
 
 std::string show(const RankResults& results) {

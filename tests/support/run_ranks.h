@@ -38,6 +38,8 @@ struct RankOptions {
   bool has_place = true;                              // false: no variables are set for the ranks
   std::map<std::string, std::string> variables = {};  // set on top, for all ranks
   std::function<std::map<std::string, std::string>(int rank)> rank_variables = {};
+  // A command that starts the ranks itself; there is one result then, the command's.
+  std::vector<std::string> launcher = {};
 };
 
 using RankBody = std::function<void(int rank)>;
@@ -62,6 +64,9 @@ class Ranks {
 };
 
 RankResults run_ranks(int size, const RankBody& body, const RankOptions& options = {});
+
+// As under mpirun; `more` are options of it.
+RankOptions mpirun(int size, const std::vector<std::string>& more = {});
 
 // For EXPECT_TRUE: shows the output of all ranks if one has failed.
 testing::AssertionResult all_passed(const RankResults& results);

@@ -1,0 +1,186 @@
+#include "backend/mpi_traffic.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <climits>
+#include <set>
+#include <thread>
+#include <utility>
+
+namespace lockstep {
+namespace {
+
+// A message of any length: MPI itself counts in int.
+class Bytes {
+ public:
+  explicit Bytes(std::size_t bytes) : count_(static_cast<int>(bytes)) {
+    if (bytes <= INT_MAX) return;
+    constexpr std::size_t kBlock = 1 << 20;
+    std::array<int, 2> counts = {static_cast<int>(bytes / kBlock),
+                                 static_cast<int>(bytes % kBlock)};
+    std::array<MPI_Aint, 2> offsets = {0, static_cast<MPI_Aint>(bytes / kBlock * kBlock)};
+    std::array<MPI_Datatype, 2> types = {MPI_DATATYPE_NULL, MPI_BYTE};
+    MPI_Type_contiguous(static_cast<int>(kBlock), MPI_BYTE, types.data());
+    MPI_Type_create_struct(2, counts.data(), offsets.data(), types.data(), &type_);
+    MPI_Type_commit(&type_);
+    MPI_Type_free(types.data());
+    count_ = 1;
+  }
+  ~Bytes() {
+    if (type_ != MPI_BYTE) MPI_Type_free(&type_);  // messages under way keep it
+  }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+
+  int count() const { return count_; }
+  MPI_Datatype type() const { return type_; }
+
+ private:
+  int count_;
+  MPI_Datatype type_ = MPI_BYTE;
+};
+
+void check(int code, int peer, const std::shared_ptr<shm::Request>& mail = nullptr) {
+  if (code != MPI_SUCCESS) throw MpiProblem(peer, mail, mpi::text_of(code));
+}
+
+}  // namespace
+
+MpiTraffic::MpiTraffic(mpi::Communicator operations, mpi::Communicator mail)
+    : operations_(std::move(operations)),
+      mail_(std::move(mail)),
+      incoming_(static_cast<std::size_t>(operations_.size())),
+      outgoing_(incoming_.size()) {}
+
+void MpiTraffic::send(Span span, int peer, int tag) {
+  if (span.bytes == 0) return;
+  const mpi::Calls calls;
+  const Bytes bytes(span.bytes);
+  Message message{.peer = peer};
+  check(MPI_Isend(span.data, bytes.count(), bytes.type(), peer, tag, operations_.get(),
+                  &message.handle),
+        peer);
+  messages_.push_back(message);
+}
+
+void MpiTraffic::receive(Span span, int peer, int tag) {
+  if (span.bytes == 0) return;
+  const mpi::Calls calls;
+  const Bytes bytes(span.bytes);
+  Message message{.peer = peer, .is_receive = true};
+  check(MPI_Irecv(span.data, bytes.count(), bytes.type(), peer, tag, operations_.get(),
+                  &message.handle),
+        peer);
+  messages_.push_back(message);
+}
+
+void MpiTraffic::post(std::shared_ptr<shm::Request> request) {
+  Letter letter{.request = request, .peer = request->peer};
+  if (request->is_send) {
+    const mpi::Calls calls;
+    const Bytes bytes(request->bytes);
+    check(MPI_Isend(request->memory, bytes.count(), bytes.type(), letter.peer, request->tag,
+                    mail_.get(), &letter.handle),
+          letter.peer, request);
+  }
+  letters_.push_back(std::move(letter));
+}
+
+bool MpiTraffic::move() {
+  const mpi::Calls calls;
+  for (Message& message : messages_) {
+    int is_done = 0;
+    check(MPI_Test(&message.handle, &is_done, MPI_STATUS_IGNORE), message.peer);
+  }
+  std::erase_if(messages_,
+                [](const Message& message) { return message.handle == MPI_REQUEST_NULL; });
+  move_mail();
+  if (messages_.empty() && letters_.empty()) {
+    // What this rank has sent may still need MPI to be called.
+    int is_there = 0;
+    check(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, operations_.get(), &is_there, MPI_STATUS_IGNORE),
+          -1);
+  }
+  return messages_.empty();
+}
+
+void MpiTraffic::move_mail() {
+  for (Letter& letter : letters_) {
+    if (letter.handle == MPI_REQUEST_NULL) fetch(letter);
+    if (letter.handle == MPI_REQUEST_NULL) continue;
+    int is_done = 0;
+    check(MPI_Test(&letter.handle, &is_done, MPI_STATUS_IGNORE), letter.peer, letter.request);
+    if (is_done != 0) delivered_.push_back({std::move(letter.request), letter.peer});
+  }
+  std::erase_if(letters_, [](const Letter& letter) { return letter.request == nullptr; });
+}
+
+// Takes a message only when it is there and has the right size: some MPIs abort on one that is too
+// long, and what has not been asked for needs no taking back.
+void MpiTraffic::fetch(Letter& letter) {
+  const shm::Request& request = *letter.request;
+  const int from = letter.peer == shm::kAnyRank ? MPI_ANY_SOURCE : letter.peer;
+  int is_there = 0;
+  MPI_Message message = MPI_MESSAGE_NULL;
+  MPI_Status status;
+  check(MPI_Improbe(from, request.tag, mail_.get(), &is_there, &message, &status), letter.peer,
+        letter.request);
+  if (is_there == 0) return;
+  MPI_Count size = 0;
+  MPI_Get_elements_x(&status, MPI_BYTE, &size);
+  letter.peer = status.MPI_SOURCE;
+  if (static_cast<std::size_t>(size) != request.bytes) {
+    MpiProblem problem(letter.peer, letter.request, fmt::format("a message of {} bytes", size));
+    problem.has_wrong_size = true;
+    throw problem;
+  }
+  const Bytes bytes(request.bytes);
+  check(MPI_Imrecv(request.memory, bytes.count(), bytes.type(), &message, &letter.handle),
+        letter.peer, letter.request);
+}
+
+std::vector<int> MpiTraffic::missing() const {
+  std::set<int> peers;
+  for (const Message& message : messages_) peers.insert(message.peer);
+  return {peers.begin(), peers.end()};
+}
+
+std::vector<MpiTraffic::Delivery> MpiTraffic::take_delivered() {
+  return std::exchange(delivered_, {});
+}
+
+std::byte* MpiTraffic::scratch(std::size_t bytes) {
+  if (scratch_.size() < bytes) scratch_ = std::vector<std::byte>(bytes);
+  return scratch_.data();
+}
+
+void MpiTraffic::keep_communicators() noexcept {
+  operations_.release();
+  mail_.release();
+}
+
+bool MpiTraffic::cancel() {
+  if (!mpi::is_running()) return false;
+  constexpr int kLooks = 20;
+  for (int look = 0; look < kLooks; ++look) {
+    bool is_clear = true;
+    const auto end = [&](MPI_Request& handle, bool is_receive) {
+      if (handle == MPI_REQUEST_NULL) return;
+      int is_done = 0;
+      if (look == 0 && is_receive) MPI_Cancel(&handle);
+      MPI_Test(&handle, &is_done, MPI_STATUS_IGNORE);
+      is_clear = is_clear && is_done != 0;
+    };
+    {
+      const mpi::Calls calls;
+      for (Message& message : messages_) end(message.handle, message.is_receive);
+      for (Letter& letter : letters_) end(letter.handle, false);
+    }
+    if (is_clear) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,13 @@
+// In place of mpi.cpp where there is no MPI.
+
+#include "backend/engines.h"
+
+namespace lockstep {
+
+std::string why_no_mpi() { return LOCKSTEP_NO_MPI; }
+
+Backend make_mpi(const EngineContext& context) {
+  throw_not_built(context.rank, "mpi", why_no_mpi());
+}
+
+}  // namespace lockstep
