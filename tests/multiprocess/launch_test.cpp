@@ -40,8 +40,11 @@ TEST(Launch, BadArgumentsAreOneSentenceAndExitCode2) {
   const std::string file = testing::TempDir() + "not-executable";
   std::ofstream(file) << "no program";
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{}, "say what to do: run, doctor or completion"},
+      {{}, "say what to do: run, inspect, doctor or completion"},
       {{"dance"}, "dance"},
+      {{"inspect"}, "path"},
+      {{"inspect", "a", "b"}, "one path, or --diff and two"},
+      {{"inspect", "--diff", "a"}, "one path, or --diff and two"},
       {{"run", "--what", "--", "true"}, "--what"},
       {{"run", "-n", "0", "--", "true"}, "-n is '0'"},
       {{"run", "-n", "-3", "--", "true"}, "-n"},
