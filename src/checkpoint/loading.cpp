@@ -120,10 +120,10 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
     for (const NamedTensor& one : wishes.back().tensors) wanted.push_back(one);
     for (const std::string& one : wishes.back().differences) loaded.differences.push_back(one);
   }
-  for (const auto& [name, ignored] : values.items()) {
-    const auto is_it = [&](const Part& part) { return part.has_values && part.name == name; };
+  for (const auto& one : values.items()) {
+    const auto is_it = [&](const Part& part) { return part.has_values && part.name == one.key(); };
     if (std::ranges::none_of(parts, is_it)) {
-      loaded.differences.push_back(fmt::format("unexpected: {}", name));
+      loaded.differences.push_back(fmt::format("unexpected: {}", one.key()));
     }
   }
   std::vector<NamedTensor> fitting;
