@@ -21,6 +21,7 @@ struct Member {
   std::string host = {};  // its name, for people
   std::string host_id =
       {};  // equal if and only if two members can share memory and see each other's pids
+  std::string network_id = {};  // equal if and only if two members have one loopback interface
   int pid = 0;
   std::uint64_t start_time = 0;  // with pid: the process, even after the pid is used again
   int local_rank = 0;
@@ -35,9 +36,11 @@ struct EngineContext {
   std::chrono::milliseconds timeout{};          // of every operation after that
   std::string master_address;                   // a host that all hosts reach; empty if not needed
   std::shared_ptr<const void> communicator;     // of join_mpi (lockstep/mpi.h)
+  std::string launcher;                         // what started the ranks, such as "OpenMPI"
 
   int size() const { return static_cast<int>(members.size()); }
   LOCKSTEP_API bool is_one_host() const;
+  LOCKSTEP_API bool is_one_network() const;  // all members have one loopback interface
 };
 
 struct EngineInfo {
@@ -45,7 +48,8 @@ struct EngineInfo {
   std::string unavailable;  // why it cannot be used in this build; empty if it can
 };
 
-// All engines that lockstep knows, in the order in which `auto` prefers them.
+// All engines that lockstep knows, in the order in which `auto` prefers them. "hierarchical" is
+// also known as "hierarchical:gloo", by what connects the hosts.
 LOCKSTEP_API std::vector<EngineInfo> engines();
 
 // Connects all ranks; collective.

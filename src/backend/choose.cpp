@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "backend/engines.h"
 #include "shm/reduce.h"
@@ -17,8 +18,17 @@ struct Row {
   const char* name;
   std::string (*why_not)();
   bool (*fits)(const EngineContext&);
+  const char* reason;  // for `auto` to take it; none: only by name
   Backend (*make)(const EngineContext&);
-  bool is_for_auto = true;  // else only by name
+};
+
+// What can connect hosts: sends and receives of the hierarchical engine go through it.
+struct WireRow {
+  const char* name;
+  std::string (*why_not)();
+  bool (*is_preferred)(const EngineContext&);
+  const char* reason;
+  Backend (*make)(const EngineContext&);
 };
 
 bool is_alone(const EngineContext& context) { return context.size() == 1; }
@@ -26,22 +36,63 @@ bool can_be_reduced(const EngineContext& context) { return context.size() <= shm
 bool is_on_one_host(const EngineContext& context) {
   return context.is_one_host() && can_be_reduced(context);
 }
+// Neither more hosts, nor more ranks on one, than the shared-memory engine can add up.
+bool has_few_hosts(const EngineContext& context) {
+  std::map<std::string, int> ranks;
+  for (const Member& member : context.members) ++ranks[member.host_id];
+  return ranks.size() <= static_cast<std::size_t>(shm::kMaxRanks) &&
+         std::ranges::all_of(ranks, [](const auto& host) { return host.second <= shm::kMaxRanks; });
+}
 bool is_always(const EngineContext&) { return true; }
 std::string always_built() { return {}; }
 
-// In the order of preference: `auto` takes the first that is built and fits.
-constexpr std::array kTable = {
-    Row{"solo", always_built, is_alone, make_solo},
-    Row{"shm", always_built, is_on_one_host, make_shm},
-    Row{"gloo", why_no_gloo, is_always, make_gloo},
-    Row{"mpi", why_no_mpi, can_be_reduced, make_mpi, false},
+// In the order of preference: `hierarchical` takes the first that is built and preferred. (MPI will
+// come first, preferred if context.launcher is an mpirun.)
+constexpr std::array kWires = {
+    WireRow{"gloo", why_no_gloo, is_always, "with Gloo between them", make_gloo},
 };
+
+const WireRow* preferred_wire(const EngineContext& context) {
+  const auto found = std::ranges::find_if(kWires, [&](const WireRow& row) {
+    return row.why_not().empty() && row.is_preferred(context);
+  });
+  return found == kWires.end() ? nullptr : &*found;
+}
+std::string why_no_wire() {
+  for (const WireRow& row : kWires) {
+    if (row.why_not().empty()) return {};
+  }
+  return kWires.back().why_not();
+}
+Backend make_preferred_hierarchical(const EngineContext& context) {
+  const WireRow* wire = preferred_wire(context);
+  if (wire == nullptr) throw_not_built(context.rank, "hierarchical", why_no_wire());
+  return make_hierarchical(context, wire->name);
+}
+
+// In the order of preference: `auto` takes the first that is built and fits. (A CUDA engine will
+// come before shm.)
+constexpr std::array kTable = {
+    Row{"solo", always_built, is_alone, "a world of one", make_solo},
+    Row{"shm", always_built, is_on_one_host, "all ranks are on one host", make_shm},
+    Row{"hierarchical", why_no_wire, has_few_hosts, "several hosts", make_preferred_hierarchical},
+    Row{"gloo", why_no_gloo, is_always, "more than 64 hosts, or 64 ranks on one", make_gloo},
+    Row{"mpi", why_no_mpi, can_be_reduced, nullptr, make_mpi},
+};
+
+constexpr std::string_view kHierarchicalOver = "hierarchical:";
 
 }  // namespace
 
 bool EngineContext::is_one_host() const {
   return std::ranges::all_of(
       members, [&](const Member& member) { return member.host_id == members.front().host_id; });
+}
+
+bool EngineContext::is_one_network() const {
+  return std::ranges::all_of(members, [&](const Member& member) {
+    return member.network_id == members.front().network_id;
+  });
 }
 
 std::vector<EngineInfo> engines() {
@@ -57,25 +108,44 @@ void throw_not_built(int rank, const std::string& name, const std::string& reaso
                                name, reason));
 }
 
-Backend make_engine(const std::string& name, const EngineContext& context) {
+Choice choose_engine(const std::string& name, const EngineContext& context) {
+  if (name != "auto") return {name, "as asked for"};
+  for (const Row& row : kTable) {
+    if (row.reason == nullptr || !row.why_not().empty() || !row.fits(context)) continue;
+    if (row.make != make_preferred_hierarchical) return {row.name, row.reason};
+    if (const WireRow* wire = preferred_wire(context)) {
+      return {fmt::format("{}{}", kHierarchicalOver, wire->name),
+              fmt::format("{}, {}", row.reason, wire->reason)};
+    }
+  }
+  throw_not_built(context.rank, "gloo", why_no_gloo());  // the only one that fits more than one
+}
+
+Backend make_wire_engine(const std::string& name, const EngineContext& context) {
+  for (const WireRow& row : kWires) {
+    if (name == row.name) return row.make(context);
+  }
+  throw UsageError(
+      {.rank = context.rank, .operation = "join"},
+      fmt::format("The engine '{}' cannot connect hosts.\nChoose 'hierarchical'.", name));
+}
+
+Backend make_engine(const std::string& asked_for, const EngineContext& context) {
+  const std::string name = choose_engine(asked_for, context).name;
+  const bool is_over = name.starts_with(kHierarchicalOver);
   std::string known;
   for (const Row& row : kTable) {
-    const bool is_chosen = name == "auto"
-                               ? row.is_for_auto && row.why_not().empty() && row.fits(context)
-                               : name == row.name;
-    if (is_chosen) {
+    if (name == row.name || (is_over && row.make == make_preferred_hierarchical)) {
       if (!row.fits(context)) {
         throw UsageError({.rank = context.rank, .operation = "join"},
                          fmt::format("The engine '{}' cannot connect {} ranks.\n"
                                      "Choose another, or \"auto\".",
                                      name, context.size()));
       }
-      return row.make(context);
+      return is_over ? make_hierarchical(context, name.substr(kHierarchicalOver.size()))
+                     : row.make(context);
     }
     known += fmt::format("{}{}", known.empty() ? "" : ", ", row.name);
-  }
-  if (name == "auto") {
-    throw_not_built(context.rank, "gloo", why_no_gloo());  // the only one that fits more than one
   }
   throw UsageError({.rank = context.rank, .operation = "join"},
                    fmt::format("There is no engine '{}'.\nChoose one of: auto, {}.", name, known));

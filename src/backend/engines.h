@@ -23,11 +23,22 @@ Backend make_solo(const EngineContext& context);
 Backend make_shm(const EngineContext& context);
 std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context);
 
+// Ranks of any hosts: shared memory inside each, and between them another engine of that name.
+Backend make_hierarchical(const EngineContext& context, const std::string& between);
+Backend make_wire_engine(const std::string& name, const EngineContext& context);
+
 std::string why_no_gloo();  // empty if there is Gloo
 Backend make_gloo(const EngineContext& context);
 
 std::string why_no_mpi();  // empty if there is MPI
 Backend make_mpi(const EngineContext& context);
+
+// What `auto` stands for, and why.
+struct Choice {
+  std::string name;
+  std::string reason;
+};
+Choice choose_engine(const std::string& name, const EngineContext& context);
 
 // Throws UsageError: the engine is not in this build.
 [[noreturn]] void throw_not_built(int rank, const std::string& name, const std::string& reason);

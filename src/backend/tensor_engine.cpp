@@ -24,69 +24,9 @@ Tensors flatten(const std::vector<Tensors>& lists) {
 
 }  // namespace
 
-// Collects the operations of one call, and what must happen to tensors that are not dense:
-// they are read from a dense copy, and written back from one at the end.
-class TensorEngine::Builder {
- public:
-  Builder(TensorEngine& engine, c10d::OpType type, Tensors results)
-      : engine_(engine), type_(type), results_(std::move(results)) {}
-
-  at::Tensor read(const at::Tensor& tensor) {
-    check(tensor);
-    const at::NoGradGuard no_grad;
-    kept_->push_back(tensor.contiguous());
-    return kept_->back();
-  }
-  at::Tensor read_and_write(const at::Tensor& tensor) {
-    const at::Tensor dense = read(tensor);
-    if (dense.data_ptr() != tensor.data_ptr()) copies_.emplace_back(tensor, dense);
-    return dense;
-  }
-  Parts read(const Tensors& tensors) {
-    Parts parts;
-    for (const at::Tensor& tensor : tensors) parts.list.push_back(data_of(read(tensor)));
-    return parts;
-  }
-  Parts write(const Tensors& tensors) {
-    Parts parts;
-    for (const at::Tensor& tensor : tensors) parts.list.push_back(data_of(read_and_write(tensor)));
-    return parts;
-  }
-
-  void start(Operation operation) {
-    operation.owner = kept_;
-    requests_.push_back(engine_.runner_->start(std::move(operation)));
-    ++engine_.sequence_;
-  }
-  void add_mail(std::shared_ptr<shm::Request> request) {
-    request->operation.owner = kept_;
-    requests_.push_back(std::move(request));
-  }
-
-  WorkPtr work() {
-    const auto after = [copies = std::move(copies_), kept = std::move(kept_)] {
-      const at::NoGradGuard no_grad;
-      for (const auto& [tensor, dense] : copies) tensor.copy_(dense);
-    };
-    return c10::make_intrusive<RunnerWork>(engine_.runner_, engine_.driver_, type_, engine_.rank_,
-                                           std::move(results_), std::move(requests_), after);
-  }
-
- private:
-  void check(const at::Tensor& tensor) const {
-    if (tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu()) return;
-    engine_.checks_.refuse(
-        c10d::opTypeToString(type_).c_str(),
-        "This engine takes dense tensors on the CPU.\nMove the tensor there, or choose another.");
-  }
-
-  TensorEngine& engine_;
-  c10d::OpType type_;
-  Tensors results_;
-  std::shared_ptr<Tensors> kept_ = std::make_shared<Tensors>();
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
-  std::vector<std::shared_ptr<shm::Request>> requests_;
-};
+TensorCall TensorEngine::begin(c10d::OpType type, Tensors results) {
+  return {runner_, driver_, sequence_, type, std::move(results)};
+}
 
 at::Tensor TensorEngine::allocateTensor(long size, at::TensorOptions options) {
   if (!options.device().is_cpu()) {
@@ -102,14 +42,14 @@ at::Tensor TensorEngine::allocateTensor(long size, at::TensorOptions options) {
 
 WorkPtr TensorEngine::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   checks_.reduction("all_reduce", options.reduceOp, tensors);
-  Builder builder(*this, c10d::OpType::ALLREDUCE, tensors);
+  TensorCall call = begin(c10d::OpType::ALLREDUCE, tensors);
   for (const at::Tensor& tensor : tensors) {
-    const at::Tensor dense = builder.read_and_write(tensor);
+    const at::Tensor dense = call.read_and_write(tensor);
     Operation operation = operation_of(Kind::kAllReduce, dense, options.reduceOp);
     operation.input.base = operation.output.base = data_of(dense);
-    builder.start(std::move(operation));
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::allreduce_coalesced(Tensors& tensors,
@@ -119,49 +59,49 @@ WorkPtr TensorEngine::allreduce_coalesced(Tensors& tensors,
 
 WorkPtr TensorEngine::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   checks_.reduction("reduce", options.reduceOp, tensors);
-  Builder builder(*this, c10d::OpType::REDUCE, tensors);
+  TensorCall call = begin(c10d::OpType::REDUCE, tensors);
   for (const at::Tensor& tensor : tensors) {
     const bool is_root = rank_ == options.rootRank;
-    const at::Tensor dense = is_root ? builder.read_and_write(tensor) : builder.read(tensor);
+    const at::Tensor dense = is_root ? call.read_and_write(tensor) : call.read(tensor);
     Operation operation = operation_of(Kind::kReduce, dense, options.reduceOp);
     operation.root = static_cast<int>(options.rootRank);
     operation.input.base = data_of(dense);
     if (is_root) operation.output.base = data_of(dense);
-    builder.start(std::move(operation));
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  Builder builder(*this, c10d::OpType::BROADCAST, tensors);
+  TensorCall call = begin(c10d::OpType::BROADCAST, tensors);
   for (const at::Tensor& tensor : tensors) {
     const bool is_root = rank_ == options.rootRank;
-    const at::Tensor dense = is_root ? builder.read(tensor) : builder.read_and_write(tensor);
+    const at::Tensor dense = is_root ? call.read(tensor) : call.read_and_write(tensor);
     Operation operation = operation_of(Kind::kBroadcast, dense);
     operation.root = static_cast<int>(options.rootRank);
     (is_root ? operation.input : operation.output).base = data_of(dense);
-    builder.start(std::move(operation));
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::barrier(const c10d::BarrierOptions&) {
-  Builder builder(*this, c10d::OpType::BARRIER, {});
-  builder.start({});
-  return builder.work();
+  TensorCall call = begin(c10d::OpType::BARRIER, {});
+  call.start({});
+  return call.work();
 }
 
 WorkPtr TensorEngine::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                 const c10d::AllgatherOptions&) {
   checks_.lists("all_gather", outputs, inputs);
-  Builder builder(*this, c10d::OpType::ALLGATHER, flatten(outputs));
+  TensorCall call = begin(c10d::OpType::ALLGATHER, flatten(outputs));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Operation operation = operation_of(Kind::kAllGather, inputs[i]);
-    operation.input.base = data_of(builder.read(inputs[i]));
-    operation.output = builder.write(outputs[i]);
-    builder.start(std::move(operation));
+    operation.input.base = data_of(call.read(inputs[i]));
+    operation.output = call.write(outputs[i]);
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -173,17 +113,17 @@ WorkPtr TensorEngine::_allgather_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr TensorEngine::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions&) {
-  Builder builder(*this, c10d::OpType::_ALLGATHER_BASE, outputs);
+  TensorCall call = begin(c10d::OpType::_ALLGATHER_BASE, outputs);
   checks_.pairs("all_gather", outputs, inputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     checks_.same("all_gather", outputs[i], inputs[i], size_, 1);
     Operation operation = operation_of(Kind::kAllGather, inputs[i]);
-    operation.input.base = data_of(builder.read(inputs[i]));
-    operation.output = {.base = data_of(builder.read_and_write(outputs[i])),
+    operation.input.base = data_of(call.read(inputs[i]));
+    operation.output = {.base = data_of(call.read_and_write(outputs[i])),
                         .stride = inputs[i].nbytes()};
-    builder.start(std::move(operation));
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -195,15 +135,15 @@ WorkPtr TensorEngine::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     checks_.refuse("gather",
                    "gather was given outputs on a rank that is not the root.\nGive none.");
   }
-  Builder builder(*this, c10d::OpType::GATHER, flatten(outputs));
+  TensorCall call = begin(c10d::OpType::GATHER, flatten(outputs));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Operation operation = operation_of(Kind::kGather, inputs[i]);
     operation.root = static_cast<int>(options.rootRank);
-    operation.input.base = data_of(builder.read(inputs[i]));
-    if (is_root) operation.output = builder.write(outputs[i]);
-    builder.start(std::move(operation));
+    operation.input.base = data_of(call.read(inputs[i]));
+    if (is_root) operation.output = call.write(outputs[i]);
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -215,29 +155,29 @@ WorkPtr TensorEngine::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
     checks_.refuse("scatter",
                    "scatter was given inputs on a rank that is not the root.\nGive none.");
   }
-  Builder builder(*this, c10d::OpType::SCATTER, outputs);
+  TensorCall call = begin(c10d::OpType::SCATTER, outputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     Operation operation = operation_of(Kind::kScatter, outputs[i]);
     operation.root = static_cast<int>(options.rootRank);
-    if (is_root) operation.input = builder.read(inputs[i]);
-    operation.output.base = data_of(builder.read_and_write(outputs[i]));
-    builder.start(std::move(operation));
+    if (is_root) operation.input = call.read(inputs[i]);
+    operation.output.base = data_of(call.read_and_write(outputs[i]));
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                      const c10d::ReduceScatterOptions& options) {
   checks_.lists("reduce_scatter", inputs, outputs);
   checks_.reduction("reduce_scatter", options.reduceOp, outputs);
-  Builder builder(*this, c10d::OpType::REDUCE_SCATTER, outputs);
+  TensorCall call = begin(c10d::OpType::REDUCE_SCATTER, outputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     Operation operation = operation_of(Kind::kReduceScatter, outputs[i], options.reduceOp);
-    operation.input = builder.read(inputs[i]);
-    operation.output.base = data_of(builder.read_and_write(outputs[i]));
-    builder.start(std::move(operation));
+    operation.input = call.read(inputs[i]);
+    operation.output.base = data_of(call.read_and_write(outputs[i]));
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -251,40 +191,40 @@ WorkPtr TensorEngine::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
                                                       const c10d::ReduceScatterOptions& options) {
   checks_.reduction("reduce_scatter", options.reduceOp, outputs);
   checks_.pairs("reduce_scatter", outputs, inputs);
-  Builder builder(*this, c10d::OpType::_REDUCE_SCATTER_BASE, outputs);
+  TensorCall call = begin(c10d::OpType::_REDUCE_SCATTER_BASE, outputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     checks_.same("reduce_scatter", outputs[i], inputs[i], 1, size_);
     Operation operation = operation_of(Kind::kReduceScatter, outputs[i], options.reduceOp);
-    operation.input = {.base = data_of(builder.read(inputs[i])), .stride = outputs[i].nbytes()};
-    operation.output.base = data_of(builder.read_and_write(outputs[i]));
-    builder.start(std::move(operation));
+    operation.input = {.base = data_of(call.read(inputs[i])), .stride = outputs[i].nbytes()};
+    operation.output.base = data_of(call.read_and_write(outputs[i]));
+    call.start(std::move(operation));
   }
-  return builder.work();
+  return call.work();
 }
 
 WorkPtr TensorEngine::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) {
   checks_.count("all_to_all", outputs.size());
   checks_.count("all_to_all", inputs.size());
-  Builder builder(*this, c10d::OpType::ALLTOALL, outputs);
-  start_all_to_all(builder, inputs, outputs);
-  return builder.work();
+  TensorCall call = begin(c10d::OpType::ALLTOALL, outputs);
+  start_all_to_all(call, inputs, outputs);
+  return call.work();
 }
 
 WorkPtr TensorEngine::alltoall_base(at::Tensor& output, at::Tensor& input,
                                     std::vector<int64_t>& output_splits,
                                     std::vector<int64_t>& input_splits,
                                     const c10d::AllToAllOptions&) {
-  Builder builder(*this, c10d::OpType::ALLTOALL_BASE, {output});
-  start_all_to_all(builder, checks_.split(builder.read(input), input_splits),
-                   checks_.split(builder.read_and_write(output), output_splits));
-  return builder.work();
+  TensorCall call = begin(c10d::OpType::ALLTOALL_BASE, {output});
+  start_all_to_all(call, checks_.split(call.read(input), input_splits),
+                   checks_.split(call.read_and_write(output), output_splits));
+  return call.work();
 }
 
 WorkPtr TensorEngine::send(Tensors& tensors, int peer, int tag) {
-  Builder builder(*this, c10d::OpType::SEND, tensors);
-  const at::Tensor dense = builder.read(checks_.only_one("send", tensors));
-  builder.add_mail(runner_->send(data_of(dense), dense.nbytes(), peer, tag));
-  return builder.work();
+  TensorCall call = begin(c10d::OpType::SEND, tensors);
+  const at::Tensor dense = call.read(checks_.only_one("send", tensors));
+  call.add_mail(runner_->send(data_of(dense), dense.nbytes(), peer, tag));
+  return call.work();
 }
 
 WorkPtr TensorEngine::recv(Tensors& tensors, int peer, int tag) {
@@ -296,15 +236,15 @@ WorkPtr TensorEngine::recvAnysource(Tensors& tensors, int tag) {
 }
 
 WorkPtr TensorEngine::receive(const Tensors& tensors, int peer, int tag) {
-  Builder builder(*this, c10d::OpType::RECV, tensors);
-  const at::Tensor dense = builder.read_and_write(checks_.only_one("recv", tensors));
-  builder.add_mail(runner_->receive(data_of(dense), dense.nbytes(), peer, tag));
-  return builder.work();
+  TensorCall call = begin(c10d::OpType::RECV, tensors);
+  const at::Tensor dense = call.read_and_write(checks_.only_one("recv", tensors));
+  call.add_mail(runner_->receive(data_of(dense), dense.nbytes(), peer, tag));
+  return call.work();
 }
 
 // Parts may differ in size. A runner that counts in the largest part has to know it: ranks first
 // tell each other how much they send to whom.
-void TensorEngine::start_all_to_all(Builder& builder, const Tensors& inputs,
+void TensorEngine::start_all_to_all(TensorCall& call, const Tensors& inputs,
                                     const Tensors& outputs) {
   for (const at::Tensor& output : outputs) {
     if (output.scalar_type() == inputs.front().scalar_type()) continue;
@@ -314,15 +254,15 @@ void TensorEngine::start_all_to_all(Builder& builder, const Tensors& inputs,
   const std::size_t unit = operation.type == DataType::kBytes ? inputs.front().element_size() : 1;
   operation.count =
       runner_->needs_largest_part() ? tell_parts(inputs, outputs) * unit : std::size_t{0};
-  operation.input = builder.read(inputs);
-  operation.output = builder.write(outputs);
+  operation.input = call.read(inputs);
+  operation.output = call.write(outputs);
   for (const at::Tensor& input : inputs) {
     operation.input.counts.push_back(static_cast<std::size_t>(input.numel()) * unit);
   }
   for (const at::Tensor& output : outputs) {
     operation.output.counts.push_back(static_cast<std::size_t>(output.numel()) * unit);
   }
-  builder.start(std::move(operation));
+  call.start(std::move(operation));
 }
 
 // The largest part of all ranks, in elements.

@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "backend/runner_work.h"
+#include "backend/tensor_call.h"
 #include "backend/tensor_checks.h"
 #include "shm/group.h"
 
@@ -65,10 +65,9 @@ class TensorEngine : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  class Builder;
-
+  TensorCall begin(c10d::OpType type, Tensors results);
   WorkPtr receive(const Tensors& tensors, int peer, int tag);
-  void start_all_to_all(Builder& builder, const Tensors& inputs, const Tensors& outputs);
+  void start_all_to_all(TensorCall& call, const Tensors& inputs, const Tensors& outputs);
   std::size_t tell_parts(const Tensors& inputs, const Tensors& outputs);
 
   const std::string name_;

@@ -20,6 +20,34 @@ void Fd::reset() noexcept {
   fd_ = -1;
 }
 
+namespace {
+
+sigset_t only_sigpipe() {
+  sigset_t set;
+  ::sigemptyset(&set);
+  ::sigaddset(&set, SIGPIPE);
+  return set;
+}
+
+}  // namespace
+
+NoSigpipe::NoSigpipe() noexcept {
+  sigset_t pending;
+  ::sigpending(&pending);
+  was_pending_ = ::sigismember(&pending, SIGPIPE) == 1;
+  const sigset_t blocked = only_sigpipe();
+  ::pthread_sigmask(SIG_BLOCK, &blocked, &before_);
+}
+
+NoSigpipe::~NoSigpipe() {
+  const sigset_t blocked = only_sigpipe();
+  if (!was_pending_) {  // what has come since is ours: nobody else is to see it
+    const timespec at_once{};
+    ::sigtimedwait(&blocked, nullptr, &at_once);
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+}
+
 void throw_errno(std::string_view what, std::string_view action) {
   const int code = errno;
   throw SystemError({}, code, fmt::format("{}: {}.\n{}", what, std::strerror(code), action));

@@ -3,6 +3,7 @@
 // Threading: free functions are safe from any thread; an Fd belongs to one owner.
 #pragma once
 
+#include <csignal>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,6 +28,20 @@ class Fd {
 
  private:
   int fd_ = -1;
+};
+
+// While one exists, this thread is not killed by SIGPIPE when it writes to a closed connection, and
+// neither are threads that it starts meanwhile.
+class NoSigpipe {
+ public:
+  NoSigpipe() noexcept;
+  ~NoSigpipe();
+  NoSigpipe(const NoSigpipe&) = delete;
+  NoSigpipe& operator=(const NoSigpipe&) = delete;
+
+ private:
+  sigset_t before_;
+  bool was_pending_;
 };
 
 struct Pipe {

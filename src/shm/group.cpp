@@ -328,13 +328,13 @@ void Group::throw_if_failed() const {
 
 // The first failure is this group's end: it is kept, told to the others, and thrown.
 void Group::fail(std::exception_ptr error) {
-  waiting_.clear();
-  active_.clear();
   remember(std::move(error));
   std::rethrow_exception(failure_);
 }
 
 void Group::remember(std::exception_ptr error) {
+  waiting_.clear();
+  active_.clear();
   if (failure_) return;
   failure_ = error;
   const Cause cause = cause_of(error, name(rank()));

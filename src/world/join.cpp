@@ -9,6 +9,7 @@
 #include <set>
 #include <thread>
 
+#include "backend/engines.h"
 #include "base/env.h"
 #include "base/log.h"
 #include "world/environment.h"
@@ -80,13 +81,12 @@ Meeting open_and_meet(const JoinOptions& options, const Placement& placement,
   }
 }
 
-void announce(const Log& log, const EngineContext& context, const Placement& placement,
-              const std::string& engine) {
+void announce(const Log& log, const EngineContext& context, const Choice& choice) {
   if (context.rank != 0 || context.size() == 1) return;
   std::set<std::string> hosts;
   for (const Member& member : context.members) hosts.insert(member.host_id);
-  log.info("{} ranks on {} host{}, started by {}; engine: {}", context.size(), hosts.size(),
-           hosts.size() == 1 ? "" : "s", placement.launcher, engine);
+  log.info("{} ranks on {} host{}, started by {}; engine: {} ({})", context.size(), hosts.size(),
+           hosts.size() == 1 ? "" : "s", context.launcher, choice.name, choice.reason);
 }
 
 }  // namespace
@@ -119,8 +119,11 @@ World World::join(const JoinOptions& options) {
   context.timeout = options.timeout;
   context.master_address = master_address(placement);
   context.communicator = options.communicator;
+  context.launcher = placement.launcher;
+  Choice choice;
   try {
-    state->backend = make_engine(engine, context);
+    choice = choose_engine(engine, context);
+    state->backend = make_engine(choice.name, context);
   } catch (...) {
     rethrow_translated(std::current_exception(), state->members, placement.rank, "join",
                        fmt::format("the engine '{}'", engine));
@@ -128,7 +131,7 @@ World World::join(const JoinOptions& options) {
   open.store->setTimeout(options.timeout);
   state->context = context;
   state->context.connect_timeout = options.join_timeout;
-  announce(log, context, placement, state->backend->getBackendName());
+  announce(log, context, choice);
   return World(std::move(state));
 }
 

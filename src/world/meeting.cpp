@@ -33,9 +33,16 @@ struct Record {
 
 Json to_json(const Record& record) {
   const Member& member = record.member;
-  return {{"rank", member.rank}, {"host", member.host},        {"host_id", member.host_id},
-          {"pid", member.pid},   {"start", member.start_time}, {"local_rank", member.local_rank},
-          {"size", record.size}, {"engine", record.engine},    {"build", record.build}};
+  return {{"rank", member.rank},
+          {"host", member.host},
+          {"host_id", member.host_id},
+          {"network_id", member.network_id},
+          {"pid", member.pid},
+          {"start", member.start_time},
+          {"local_rank", member.local_rank},
+          {"size", record.size},
+          {"engine", record.engine},
+          {"build", record.build}};
 }
 
 Record record_from(const std::string& text) {
@@ -44,6 +51,7 @@ Record record_from(const std::string& text) {
   record.member = {.rank = json.at("rank"),
                    .host = json.at("host"),
                    .host_id = json.at("host_id"),
+                   .network_id = json.at("network_id"),
                    .pid = json.at("pid"),
                    .start_time = json.at("start"),
                    .local_rank = json.at("local_rank")};
@@ -71,6 +79,7 @@ class Participant {
     self_.member = {.rank = placement.rank,
                     .host = host_name(),
                     .host_id = this_host_id(),
+                    .network_id = this_network_id(),
                     .pid = process.pid,
                     .start_time = process.start_time,
                     .local_rank = placement.local_rank.value_or(-1)};

@@ -42,10 +42,6 @@ std::string first_line(std::string_view text) {
   return std::string(text) + ".";
 }
 
-std::string describe(const Member& member) {
-  return fmt::format("rank {} (host {}, pid {})", member.rank, member.host, member.pid);
-}
-
 bool seems_alive(const Member& member, const std::string& this_host_id) {
   return member.host_id != this_host_id ||
          is_alive({.pid = member.pid, .start_time = member.start_time});

@@ -8,13 +8,12 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/describe.h"
+
 namespace lockstep {
 
 // LibTorch appends a stack trace to its messages; people need the first line.
 std::string first_line(std::string_view text);
-
-// "rank 2 (host b7, pid 4121)"
-std::string describe(const Member& member);
 
 // Whether the member's process still runs, as far as this host can tell.
 bool seems_alive(const Member& member, const std::string& this_host_id);

@@ -37,7 +37,8 @@ struct EngineRow {
   // Types that a check must see refused; "" is for all checks that are not named.
   std::map<std::string, std::set<ScalarType>> refused;
   bool sends_to_itself;
-  bool takes_gaps;  // tensors that are not dense
+  bool takes_gaps;                        // tensors that are not dense
+  std::vector<std::string> layouts = {};  // on several hosts: a letter per rank names its host
 
   bool refuses(const std::string& check, ScalarType type) const {
     const auto found = refused.find(refused.contains(check) ? check : "");
@@ -64,6 +65,7 @@ const std::vector<EngineRow> kEngines = {
      false,
      false},
     {"mpi", {1, 2, 3, 4}, {}, true, true},
+    {"hierarchical", {}, {}, true, true, {"ab", "abb", "aabb", "aaab", "abab", "abba", "abcd"}},
 };
 
 bool is_bitwise(OpType op) { return op >= c10d::ReduceOp::BAND && op <= c10d::ReduceOp::BXOR; }
@@ -558,6 +560,46 @@ std::vector<Case> all_cases() {
     }
   }
   return cases;
+}
+
+// Several hosts, which ranks of this one pretend to be. All checks share the ranks of a test,
+// because starting them takes longer.
+struct LayoutCase {
+  const EngineRow* row;
+  std::string layout;
+};
+
+std::vector<LayoutCase> all_layouts() {
+  std::vector<LayoutCase> cases;
+  for (const EngineRow& row : kEngines) {
+    for (const std::string& layout : row.layouts) cases.push_back({&row, layout});
+  }
+  return cases;
+}
+
+class LayoutConformance : public testing::TestWithParam<LayoutCase> {};
+
+INSTANTIATE_TEST_SUITE_P(Engines, LayoutConformance, testing::ValuesIn(all_layouts()),
+                         [](const testing::TestParamInfo<LayoutCase>& test) {
+                           return test.param.row->name + "_" + test.param.layout;
+                         });
+
+TEST_P(LayoutConformance, Holds) {
+  const LayoutCase& param = GetParam();
+  const auto size = static_cast<int>(param.layout.size());
+  EXPECT_TRUE(test::all_passed(test::run_ranks(
+      size,
+      [&](int rank) {
+        const World world =
+            World::join({.engine = param.row->name, .timeout = std::chrono::seconds(60)});
+        for (const Check& check : kChecks) {
+          SCOPED_TRACE(check.name);
+          check.run({world, *param.row, check.name, *world.backend(), rank, size});
+          ASSERT_FALSE(testing::Test::HasFailure());
+        }
+        world.barrier();
+      },
+      test::on_hosts(param.layout))));
 }
 
 class Conformance : public testing::TestWithParam<Case> {};

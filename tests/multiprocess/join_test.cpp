@@ -264,8 +264,17 @@ TEST(Join, ARankThatDiesWhileJoining) {
 }
 
 TEST(Join, AnEngineThatDoesNotExist) {
-  expect_join_error<UsageError>({.engine = "pigeon"},
-                                {"There is no engine 'pigeon'", "auto, solo, shm, gloo"});
+  expect_join_error<UsageError>(
+      {.engine = "pigeon"}, {"There is no engine 'pigeon'", "auto, solo, shm, hierarchical, gloo"});
+}
+
+TEST(Join, AGlooTransportThatThisLibTorchDoesNotHave) {
+  EXPECT_TRUE(all_passed(run_ranks(2,
+                                   [](int) {
+                                     expect_join_error<UsageError>(
+                                         {.engine = "gloo"}, {"GLOO_DEVICE_TRANSPORT is TCP_TLS"});
+                                   },
+                                   {.variables = {{"GLOO_DEVICE_TRANSPORT", "TCP_TLS"}}})));
 }
 
 TEST(Join, TheEngineOfTheEnvironment) {

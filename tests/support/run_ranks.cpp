@@ -172,6 +172,15 @@ RankResults Ranks::wait() {
   return results;
 }
 
+RankOptions on_hosts(const std::string& layout) {
+  RankOptions options;
+  options.rank_variables = [layout](int rank) {
+    return std::map<std::string, std::string>{
+        {"LOCKSTEP_HOST_ID", layout.substr(static_cast<std::size_t>(rank), 1)}};
+  };
+  return options;
+}
+
 RankResults run_ranks(int size, const RankBody& body, const RankOptions& options) {
   return Ranks(size, body, options).wait();
 }

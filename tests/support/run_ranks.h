@@ -42,6 +42,9 @@ struct RankOptions {
   std::vector<std::string> launcher = {};
 };
 
+// Ranks that pretend to be on several hosts; a letter for each rank, such as "aab", names its host.
+RankOptions on_hosts(const std::string& layout);
+
 using RankBody = std::function<void(int rank)>;
 
 // Ranks that run while the test goes on, so that it can disturb them.

@@ -288,6 +288,35 @@ TEST(Group, ARankThatStaysAwayIsATimeoutThatNamesIt) {
   });
 }
 
+// As in a world of which these ranks are only a part.
+TEST(Group, AnErrorFromElsewhereReachesAllRanksByTheirNames) {
+  GroupOptions options;
+  options.names = {5, 7, 8};
+  run_threads(
+      3,
+      [](Group& group) {
+        const auto expect_cause = [](const Error& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::kPeerLost);
+          EXPECT_EQ(error.peer(), 3);
+          EXPECT_TRUE(error.message().starts_with("Because rank 7: lost rank 3")) << error.what();
+        };
+        if (group.rank() == 1) {
+          group.give_up(std::make_exception_ptr(PeerLostError({.peer = 3}, "lost rank 3")));
+          EXPECT_THROW(group.look_around("barrier"), PeerLostError);
+          return;
+        }
+        try {
+          if (group.rank() == 0) run(group, {});
+          while (group.rank() == 2) group.look_around("barrier");
+          ADD_FAILURE();
+        } catch (const Error& error) {
+          EXPECT_EQ(error.rank(), group.rank() == 0 ? 5 : 8);
+          expect_cause(error);
+        }
+      },
+      options);
+}
+
 TEST(Group, WrongArgumentsAreRefusedBeforeAnythingIsSent) {
   run_threads(2, [](Group& group) {
     std::vector<float> data(10);

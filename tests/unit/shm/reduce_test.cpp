@@ -146,6 +146,26 @@ void expect_round_trip(DataType type, const std::function<bool(std::uint16_t)>& 
   }
 }
 
+TEST(Reduce, AnAverageMayBeOverMoreThanTheInputs) {
+  for (const Simd simd : all_simd()) {
+    for (const int num_inputs : {2, 3}) {
+      std::vector<float> ones(1000, 1);
+      const std::vector<const void*> inputs(static_cast<std::size_t>(num_inputs), ones.data());
+      std::vector<float> result(1000);
+      void* outputs[] = {result.data()};
+      reduce({.reduction = Reduction::kAverage,
+              .num_inputs = num_inputs,
+              .inputs = inputs.data(),
+              .num_outputs = 1,
+              .outputs = outputs,
+              .count = result.size(),
+              .average_over = 4},
+             simd);
+      EXPECT_EQ(result, std::vector<float>(1000, static_cast<float>(num_inputs) / 4));
+    }
+  }
+}
+
 TEST(Reduce, EveryNumberOf16BitsSurvives) {
   expect_round_trip(DataType::kBF16,
                     [](std::uint16_t bits) { return std::isnan(from_bf16(bits)); });

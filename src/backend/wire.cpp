@@ -1,0 +1,230 @@
+#include "backend/wire.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <atomic>
+#include <bit>
+
+#include "backend/describe.h"
+#include "base/hash.h"
+#include "base/posix.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kFarewellTag = Wire::kFirstOwnTag;
+
+// The engine's own deadline comes after ours, because it closes all connections without a word.
+constexpr auto kGrace = std::chrono::seconds(2);
+
+// How long a farewell may take to leave this host.
+constexpr auto kFarewellPatience = std::chrono::milliseconds(500);
+
+at::Tensor tensor_of(const std::byte* memory, std::size_t bytes) {
+  return at::from_blob(const_cast<std::byte*>(memory), {static_cast<std::int64_t>(bytes)},
+                       at::kByte);
+}
+
+}  // namespace
+
+Wire::Wire(Backend engine, const EngineContext& context, const std::vector<int>& partners)
+    : rank_(context.rank),
+      members_(context.members),
+      timeout_(context.timeout),
+      partners_(partners),
+      farewells_(partners.size()),
+      engine_(std::move(engine)) {
+  const NoSigpipe no_sigpipe;
+  for (std::size_t i = 0; i < partners_.size(); ++i) {
+    expected_.push_back(receive(partners_[i], reinterpret_cast<std::byte*>(&farewells_[i]),
+                                sizeof(Farewell), kFarewellTag));
+  }
+}
+
+Parcel Wire::send(int peer, const std::byte* memory, std::size_t bytes, int tag) {
+  std::vector<at::Tensor> tensors = {tensor_of(memory, bytes)};
+  try {
+    const std::lock_guard lock(post_mutex_);
+    if (!engine_) throw WireInterrupted();
+    return {engine_->send(tensors, peer, tag), peer};
+  } catch (const std::exception& error) {
+    throw_lost(peer, fmt::format("send of {} bytes", bytes), error.what());
+  }
+}
+
+Parcel Wire::receive(int peer, std::byte* memory, std::size_t bytes, int tag) {
+  std::vector<at::Tensor> tensors = {tensor_of(memory, bytes)};
+  try {
+    const std::lock_guard lock(post_mutex_);
+    if (!engine_) throw WireInterrupted();
+    return {peer == shm::kAnyRank ? engine_->recvAnysource(tensors, tag)
+                                  : engine_->recv(tensors, peer, tag),
+            peer};
+  } catch (const std::exception& error) {
+    throw_lost(peer, fmt::format("recv of {} bytes", bytes), error.what());
+  }
+}
+
+void Wire::wait(Parcel& parcel, const shm::Operation& operation) {
+  {
+    const std::lock_guard lock(mutex_);
+    waiting_ = {parcel.peer, Clock::now()};
+  }
+  wait(parcel, timeout_ + kGrace, [&] { return operation.text(); });
+  const std::lock_guard lock(mutex_);
+  waiting_.reset();
+}
+
+int Wire::wait_for_mail(Parcel& parcel, const std::string& what,
+                        std::chrono::milliseconds timeout) {
+  wait(parcel, timeout, [&] { return what; });
+  return parcel.peer == shm::kAnyRank ? parcel.work->sourceRank() : parcel.peer;
+}
+
+void Wire::wait(Parcel& parcel, std::chrono::milliseconds timeout,
+                const std::function<std::string()>& what) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_interrupted_) throw WireInterrupted();
+    waited_for_.push_back(parcel.work.get());
+  }
+  bool is_done = false;
+  std::string problem;
+  try {
+    is_done = parcel.work->wait(timeout);
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase(waited_for_, parcel.work.get());
+    if (is_interrupted_) throw WireInterrupted();
+  }
+  if (!problem.empty()) {
+    if (problem.find("Timed out") != std::string::npos) throw_late(parcel.peer, what());
+    throw_lost(parcel.peer, what(), problem);
+  }
+  if (!is_done) throw WireInterrupted();
+}
+
+void Wire::interrupt() noexcept {
+  const std::lock_guard lock(mutex_);
+  is_interrupted_ = true;
+  for (c10d::Work* work : waited_for_) {
+    try {
+      work->abort();
+    } catch (...) {  // NOLINT: an engine that cannot ends the wait at its deadline
+    }
+  }
+}
+
+std::optional<Wire::Waiting> Wire::waiting() const {
+  const std::lock_guard lock(mutex_);
+  return waiting_;
+}
+
+std::uint64_t Wire::check_of(const Farewell& farewell) {
+  return hash_bytes(reinterpret_cast<const std::byte*>(&farewell) + sizeof farewell.check,
+                    sizeof farewell - sizeof farewell.check, 1);
+}
+
+// It may be arriving right now: it is copied by words, and counts if it is whole.
+std::optional<Wire::Farewell> Wire::read(const Farewell& arriving) {
+  constexpr std::size_t kWords = sizeof(Farewell) / sizeof(std::uint64_t);
+  auto* source = reinterpret_cast<std::uint64_t*>(const_cast<Farewell*>(&arriving));
+  std::array<std::uint64_t, kWords> words;
+  for (std::size_t i = 0; i < kWords; ++i) {
+    words[i] = std::atomic_ref(source[i]).load(std::memory_order_relaxed);
+    if (words[0] == 0) return std::nullopt;
+  }
+  auto copy = std::bit_cast<Farewell>(words);
+  copy.message[sizeof copy.message - 1] = '\0';
+  return copy.check == check_of(copy) ? std::optional(copy) : std::nullopt;
+}
+
+std::optional<Wire::Told> Wire::told() const {
+  for (std::size_t i = 0; i < partners_.size(); ++i) {
+    const auto farewell = read(farewells_[i]);
+    if (farewell && farewell->has_failed != 0) {
+      return Told{partners_[i],
+                  {static_cast<ErrorKind>(farewell->kind), farewell->peer, farewell->message}};
+    }
+  }
+  return std::nullopt;
+}
+
+void Wire::throw_lost(int peer, const std::string& what, const std::string& reason) const {
+  const ErrorPlace place{.rank = rank_, .peer = peer, .operation = what.substr(0, what.find(' '))};
+  if (peer < 0) {
+    throw ConnectionLost(place, fmt::format("{} lost a connection: {}\n"
+                                            "Look for the rank that failed first.",
+                                            what, reason.substr(0, reason.find('\n'))));
+  }
+  for (std::size_t i = 0; i < partners_.size(); ++i) {
+    const auto farewell = partners_[i] == peer ? read(farewells_[i]) : std::nullopt;
+    if (farewell && farewell->has_failed == 0) {
+      throw PeerLostError(place, fmt::format("{} waits for {}, which has left this world.\n"
+                                             "Make the same calls on all ranks before the world "
+                                             "ends.",
+                                             what, describe(member(peer))));
+    }
+  }
+  throw ConnectionLost(
+      place, fmt::format("{} lost {}: its connection broke ({}).\nLook at the last lines of rank "
+                         "{}, and whether its host {} is up and can be reached.",
+                         what, describe(member(peer)), reason.substr(0, reason.find('\n')), peer,
+                         member(peer).host));
+}
+
+void Wire::throw_late(int peer, const std::string& what) const {
+  throw TimeoutError(
+      {.rank = rank_, .peer = peer, .operation = what.substr(0, what.find(' '))},
+      fmt::format("{} waited {:.1f} s for {}.\nCheck what it is doing and whether its host can be "
+                  "reached, make the same calls in the same order on all ranks, or raise "
+                  "JoinOptions::timeout.",
+                  what, std::chrono::duration<double>(timeout_).count(),
+                  peer < 0 ? std::string("any rank") : describe(member(peer))));
+}
+
+void Wire::leave(const std::optional<Cause>& cause) noexcept {
+  const NoSigpipe no_sigpipe;
+  Farewell farewell;
+  if (cause) {
+    farewell.has_failed = 1;
+    farewell.kind = static_cast<std::int32_t>(cause->kind);
+    farewell.peer = cause->peer;
+    cause->message.copy(farewell.message, sizeof farewell.message - 1);
+  }
+  farewell.check = check_of(farewell);
+  std::vector<Parcel> sent;
+  for (const int partner : partners_) {
+    try {
+      sent.push_back(send(partner, reinterpret_cast<const std::byte*>(&farewell), sizeof farewell,
+                          kFarewellTag));
+    } catch (...) {  // NOLINT: it is gone
+    }
+  }
+  const auto deadline = Clock::now() + kFarewellPatience;
+  for (Parcel& parcel : sent) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    try {
+      parcel.work->wait(std::max(left, std::chrono::milliseconds(1)));
+    } catch (const std::exception&) {  // NOLINT: it is gone, or does not listen
+    }
+  }
+  sent.clear();
+  close();
+}
+
+// First what refers to memory, then the connections.
+void Wire::close() noexcept {
+  const std::lock_guard lock(post_mutex_);
+  expected_.clear();
+  engine_.reset();
+}
+
+}  // namespace lockstep
