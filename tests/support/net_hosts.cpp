@@ -1,0 +1,99 @@
+#include "support/net_hosts.h"
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <stdexcept>
+
+namespace lockstep::test {
+namespace {
+
+// What the command prints. Throws if it fails.
+std::string run(const std::string& command) {
+  FILE* const pipe = ::popen((command + " 2>&1").c_str(), "r");
+  if (pipe == nullptr) throw std::runtime_error("cannot run " + command);
+  std::string output;
+  std::array<char, 4096> buffer{};
+  while (const std::size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
+    output.append(buffer.data(), count);
+  }
+  if (::pclose(pipe) != 0) throw std::runtime_error(command + " failed:\n" + output);
+  return output;
+}
+
+constexpr const char* kPrefix = "lockstep-test-";
+
+// Left behind by tests that were killed: their names end in the number of a process that is gone.
+void remove_old() {
+  std::error_code none;
+  for (const auto& entry : std::filesystem::directory_iterator("/run/netns", none)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kPrefix)) continue;
+    const pid_t owner = std::atoi(name.c_str() + std::string(kPrefix).size());
+    if (::kill(owner, 0) != 0) run("ip netns del " + name);
+  }
+}
+
+}  // namespace
+
+NetHosts::NetHosts(int count, const std::string& rate)
+    : count_(count), name_(fmt::format("{}{}", kPrefix, ::getpid())) {
+  remove_old();
+  const std::string net = name_of(-1);
+  run("ip netns add " + net);
+  run(fmt::format("ip -n {} link add switch type bridge", net));
+  run(fmt::format("ip -n {} link set switch up", net));
+  for (int host = 0; host < count; ++host) {
+    const std::string name = name_of(host);
+    run("ip netns add " + name);
+    run(fmt::format("ip -n {} link set lo up", name));
+    run(fmt::format("ip -n {} link add cable type veth peer name port{} netns {}", name, host, net));
+    run(fmt::format("ip -n {} link set port{} master switch up", net, host));
+    run(fmt::format("ip -n {} addr add {}/24 dev cable", name, address(host)));
+    run(fmt::format("ip -n {} link set cable up", name));
+    if (!rate.empty()) set_rate(host, rate);
+  }
+}
+
+NetHosts::~NetHosts() {
+  for (int host = -1; host < count_; ++host) {
+    try {
+      run("ip netns del " + name_of(host));
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+    }
+  }
+}
+
+std::string NetHosts::name_of(int host) const {
+  return host < 0 ? name_ + "-net" : fmt::format("{}-{}", name_, host);
+}
+
+std::string NetHosts::address(int host) const { return fmt::format("10.77.0.{}", host + 1); }
+
+std::vector<std::string> NetHosts::prefix(int host) const {
+  return {"ip", "netns", "exec", name_of(host)};
+}
+
+void NetHosts::cut(int host) {
+  run(fmt::format("ip -n {} link set port{} down", name_of(-1), host));
+}
+
+void NetHosts::set_rate(int host, const std::string& rate) {
+  run(fmt::format("tc -n {} qdisc replace dev cable root tbf rate {} burst 256kb latency 100ms",
+                  name_of(host), rate));
+}
+
+std::uint64_t NetHosts::bytes_sent(int host) const {
+  return std::stoull(
+      run(fmt::format("ip netns exec {} cat /sys/class/net/cable/statistics/tx_bytes",
+                      name_of(host))));
+}
+
+}  // namespace lockstep::test
