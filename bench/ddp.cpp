@@ -79,12 +79,6 @@ bench::TrainingRun make_run(const Options& options, const Amount& amount, const 
           .steps = options.steps > 0 ? options.steps : amount.steps};
 }
 
-// A Python that may have torch: the one that ./dev has made, unless another is given.
-std::string python_program() {
-  const char* const given = std::getenv("LOCKSTEP_PYTHON");
-  return given != nullptr ? given : LOCKSTEP_BENCH_DIR "/../build/venv/bin/python3";
-}
-
 // What the command prints; empty if it fails.
 std::string output_of(const std::vector<std::string>& arguments) try {
   std::vector<std::string> outputs;
@@ -256,7 +250,7 @@ class Bench {
   }
 
   Options options_;
-  std::string python_ = python_program();
+  std::string python_ = bench::python_program();
   std::string python_torch_;  // its version; empty: Python's peers cannot run
   std::string no_gloo_;       // why c10d::Reducer cannot run; empty: it can
   std::int64_t wrong_ = 0;
@@ -302,7 +296,7 @@ int main(int argc, char** argv) try {
   if (std::getenv("LOCKSTEP_BENCH_RANK") != nullptr) {
     bench::be_rank(run);
   } else {
-    const auto result = bench::measure(run, python_program());
+    const auto result = bench::measure(run, bench::python_program());
     fmt::print("{}\n", nlohmann::json(result).dump());
   }
   return 0;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <numeric>
 #include <optional>
 #include <sstream>
@@ -32,9 +33,11 @@ class Training {
       : workload_(make_workload(run.model, rank)),
         parameters_(workload_.model->parameters()),
         optimizer_(parameters_, torch::optim::AdamWOptions(1e-4)) {  // and Python's defaults
-    if (run.peer == "lockstep" || run.peer == "world_of_one") {
-      world_ = World::join({.engine = run.peer == "lockstep" ? "shm" : "auto"});
-      ddp_.emplace(workload_.model, *world_);
+    if (run.peer.starts_with("lockstep") || run.peer == "world_of_one") {
+      world_ = World::join();
+      DdpOptions options;
+      if (run.peer == "lockstep_bf16") options.hook = bf16_hook();
+      ddp_.emplace(workload_.model, *world_, options);
     } else if (run.peer == "c10d_reducer" || run.peer == "c10d_reducer_view") {
       world_ = World::join({.engine = "gloo"});
       reducer_.emplace(*world_, parameters_, run.peer == "c10d_reducer_view");
@@ -104,6 +107,7 @@ Measurement train(const TrainingRun& run, int rank, int size) {
   bind_to_core(rank, size);
   for (int i = 0; i < run.warm_up; ++i) training.step();
   std::vector<double> times;
+  const double sent_before = sent_mb();
   auto last = Clock::now();
   for (int i = 0; i < run.steps; ++i) {
     training.step();
@@ -112,6 +116,7 @@ Measurement train(const TrainingRun& run, int rank, int size) {
     last = now;
   }
   Measurement result;
+  result.wire_mb = (sent_mb() - sent_before) / run.steps;
   result.peak_mb = peak_mb();
   result.mean_ms = std::accumulate(times.begin(), times.end(), 0.0) / run.steps;
   result.ms_per_step = percentile(times, 50);
@@ -127,15 +132,13 @@ std::vector<std::string> run_python(const TrainingRun& run, int num_ranks,
   std::vector<Command> commands;
   for (int rank = 0; rank < num_ranks; ++rank) {
     Command command;
-    command.arguments = {python,      LOCKSTEP_BENCH_DIR "/peers/ddp.py",
-                         "--model",   run.model,
-                         "--warm-up", std::to_string(run.warm_up),
-                         "--steps",   std::to_string(run.steps),
-                         "--rank",    std::to_string(rank),
-                         "--size",    std::to_string(num_ranks),
-                         "--store",   fmt::format("/proc/{}/fd/{}", ::getpid(), store.get())};
-    if (run.peer == "python_ddp_view") command.arguments.push_back("--bucket-view");
-    command.variables = {{"OMP_NUM_THREADS", "1"}, {"GLOO_SOCKET_IFNAME", "lo"}};
+    command.arguments = python_rank(run, python);
+    command.arguments.insert(command.arguments.end(),
+                             {"--store", fmt::format("/proc/{}/fd/{}", ::getpid(), store.get())});
+    command.variables = {{"OMP_NUM_THREADS", "1"},
+                         {"GLOO_SOCKET_IFNAME", "lo"},
+                         {"RANK", std::to_string(rank)},
+                         {"WORLD_SIZE", std::to_string(num_ranks)}};
     commands.push_back(command);
   }
   std::vector<std::string> outputs;
@@ -174,13 +177,37 @@ Measurement measure(const TrainingRun& run, const std::string& python) {
   if (failed != 0) {
     throw std::runtime_error(fmt::format("the run of {} on {} failed", run.peer, run.model));
   }
+  std::vector<Measurement> ranks;
+  for (const std::string& output : outputs) ranks.push_back(nlohmann::json::parse(output));
+  return put_together(ranks);
+}
+
+double sent_mb() {
+  const std::string bytes = read_small_file("/sys/class/net/cable/statistics/tx_bytes");
+  return bytes.empty() ? 0 : std::stod(bytes) / 1e6;
+}
+
+std::string python_program() {
+  const char* const given = std::getenv("LOCKSTEP_PYTHON");
+  return given != nullptr ? given : LOCKSTEP_BENCH_DIR "/../build/venv/bin/python3";
+}
+
+std::vector<std::string> python_rank(const TrainingRun& run, const std::string& python) {
+  std::vector<std::string> arguments = {
+      python,      LOCKSTEP_BENCH_DIR "/peers/ddp.py", "--model", run.model,
+      "--warm-up", std::to_string(run.warm_up),        "--steps", std::to_string(run.steps)};
+  if (run.peer == "python_ddp_view") arguments.push_back("--bucket-view");
+  return arguments;
+}
+
+Measurement put_together(const std::vector<Measurement>& ranks) {
   Measurement all;
-  for (const std::string& output : outputs) {
-    const auto one = nlohmann::json::parse(output).get<Measurement>();
+  for (const Measurement& one : ranks) {
     all.ms_per_step = std::max(all.ms_per_step, one.ms_per_step);
     all.quiet_ms = std::max(all.quiet_ms, one.quiet_ms);
     all.mean_ms = std::max(all.mean_ms, one.mean_ms);
     all.peak_mb = std::max(all.peak_mb, one.peak_mb);
+    all.wire_mb = std::max(all.wire_mb, one.wire_mb);
     all.parameters = one.parameters;
     all.wrong += one.wrong;
   }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 namespace lockstep::bench {
 
@@ -23,11 +24,12 @@ struct Measurement {
   double quiet_ms = 0;     // 2nd percentile: steps that nobody else's work on the machine held up
   double mean_ms = 0;      // shows what happens only now and then, such as replica checks
   double peak_mb = 0;      // of resident memory; a page shared by n processes counts 1/n in each
+  double wire_mb = 0;      // that the host has sent in a step; 0 if it has no network of its own
   std::int64_t parameters = 0;
   std::int64_t wrong = 0;  // elements of parameters that differ from rank 0's at the end
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Measurement, ms_per_step, quiet_ms, mean_ms, peak_mb, parameters,
-                                   wrong)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Measurement, ms_per_step, quiet_ms, mean_ms, peak_mb, wire_mb,
+                                   parameters, wrong)
 
 struct Peer {
   const char* name;
@@ -41,6 +43,17 @@ inline constexpr Peer kPeers[] = {{"limit", 2, false},       {"lockstep", 2, tru
 
 // A rank of a C++ peer: trains and prints its measurement.
 void be_rank(const TrainingRun& run);
+
+// What this host has sent over its cable so far, with all headers (tests/support/net_hosts.h).
+double sent_mb();
+
+// A Python that may have torch: the one that ./dev has made, unless LOCKSTEP_PYTHON is another.
+std::string python_program();
+// The command for a rank of a Python peer; more arguments say where the ranks meet.
+std::vector<std::string> python_rank(const TrainingRun& run, const std::string& python);
+
+// Puts ranks' measurements together: the slowest one's time, the largest peak, all wrong values.
+Measurement put_together(const std::vector<Measurement>& ranks);
 
 // Starts the ranks of a run, waits for them, and puts them together: the slowest rank's time, the
 // largest peak, all wrong values. `python` is needed by Python's peers.

@@ -52,12 +52,11 @@ LibTorch or to a Python installation with PyTorch (./dev setup makes one).")
 endmacro()
 
 # A LibTorch built for CUDA, on a machine without the CUDA toolkit: its own configuration stops
-# there, but lockstep needs only the part for CPUs.
+# there, but lockstep needs only its libraries.
 function(_lockstep_import_torch root)
-  message(STATUS "lockstep: ${root} is built for CUDA and there is no CUDA toolkit: building for CPUs")
   add_library(torch INTERFACE IMPORTED GLOBAL)
   set_target_properties(torch PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES "${root}/include;${root}/include/torch/csrc/api/include"
-    INTERFACE_LINK_LIBRARIES "${root}/lib/libtorch_cpu.so;${root}/lib/libc10.so"
+    INTERFACE_LINK_LIBRARIES "${root}/lib/libtorch_cpu.so;${root}/lib/libtorch_cuda.so;${root}/lib/libc10.so"
     INTERFACE_COMPILE_FEATURES cxx_std_20)
 endfunction()

@@ -121,6 +121,14 @@ def peak_mb():  # Gloo shares no memory: all of it is this process's own
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM:"))
 
 
+def sent_mb():  # of the host, where it has a network of its own
+    try:
+        with open("/sys/class/net/cable/statistics/tx_bytes") as count:
+            return int(count.read()) / 1e6
+    except FileNotFoundError:
+        return 0
+
+
 def count_wrong(parameters):
     wrong = 0
     for parameter in parameters:
@@ -135,19 +143,18 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--warm-up", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--store", required=True, help="a file in which the ranks meet")
+    parser.add_argument("--store", help="a file in which the ranks meet, instead of MASTER_ADDR")
     parser.add_argument("--bucket-view", action="store_true")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="file://" + options.store, rank=options.rank,
-                            world_size=options.size)
-    model, data, target = make_workload(options.model, options.rank)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    method = "file://" + options.store if options.store else "env://"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    model, data, target = make_workload(options.model, rank)
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=options.bucket_view)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    bind_to_core(options.rank, options.size)
+    bind_to_core(rank, size)
 
     def step():
         optimizer.zero_grad()
@@ -157,6 +164,7 @@ def main():
     for _ in range(options.warm_up):
         step()
     times = []
+    sent_before = sent_mb()
     last = time.perf_counter()
     for _ in range(options.steps):
         step()
@@ -167,6 +175,7 @@ def main():
         "ms_per_step": statistics.median(times),
         "quiet_ms": sorted(times)[len(times) // 50],
         "mean_ms": statistics.fmean(times),
+        "wire_mb": (sent_mb() - sent_before) / options.steps,
         "peak_mb": peak_mb(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "wrong": count_wrong(model.parameters()),

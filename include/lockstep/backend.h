@@ -25,6 +25,7 @@ struct Member {
   int pid = 0;
   std::uint64_t start_time = 0;  // with pid: the process, even after the pid is used again
   int local_rank = 0;
+  int num_gpus = 0;  // that it sees
 };
 
 // What an engine is given to connect the ranks of a world.
@@ -49,7 +50,7 @@ struct EngineInfo {
 };
 
 // All engines that lockstep knows, in the order in which `auto` prefers them. "hierarchical" is
-// also known as "hierarchical:gloo", by what connects the hosts.
+// also known as "hierarchical:gloo" and "hierarchical:mpi", by what connects the hosts.
 LOCKSTEP_API std::vector<EngineInfo> engines();
 
 // Connects all ranks; collective.

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <lockstep/backend.h>
 #include <lockstep/error.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <array>
@@ -46,9 +47,16 @@ bool has_few_hosts(const EngineContext& context) {
 bool is_always(const EngineContext&) { return true; }
 std::string always_built() { return {}; }
 
-// In the order of preference: `hierarchical` takes the first that is built and preferred. (MPI will
-// come first, preferred if context.launcher is an mpirun.)
+// More ranks than GPUs are no harm: NCCL connects them only when tensors on GPUs are exchanged.
+bool has_gpus(const EngineContext& context) {
+  return std::ranges::all_of(context.members,
+                             [](const Member& member) { return member.num_gpus > 0; });
+}
+
+// In the order of preference: `hierarchical` takes the first that is built and preferred.
 constexpr std::array kWires = {
+    WireRow{"mpi", why_no_mpi, has_started_ranks_by_mpi,
+            "with the MPI between them that started them", make_mpi},
     WireRow{"gloo", why_no_gloo, is_always, "with Gloo between them", make_gloo},
 };
 
@@ -70,10 +78,12 @@ Backend make_preferred_hierarchical(const EngineContext& context) {
   return make_hierarchical(context, wire->name);
 }
 
-// In the order of preference: `auto` takes the first that is built and fits. (A CUDA engine will
-// come before shm.)
+Backend make_nccl_and(const EngineContext& context);
+
+// In the order of preference: `auto` takes the first that is built and fits.
 constexpr std::array kTable = {
     Row{"solo", always_built, is_alone, "a world of one", make_solo},
+    Row{"nccl", why_no_nccl, has_gpus, "every rank sees a GPU", make_nccl_and},
     Row{"shm", always_built, is_on_one_host, "all ranks are on one host", make_shm},
     Row{"hierarchical", why_no_wire, has_few_hosts, "several hosts", make_preferred_hierarchical},
     Row{"gloo", why_no_gloo, is_always, "more than 64 hosts, or 64 ranks on one", make_gloo},
@@ -81,6 +91,14 @@ constexpr std::array kTable = {
 };
 
 constexpr std::string_view kHierarchicalOver = "hierarchical:";
+
+// With what `auto` would be without GPUs.
+Backend make_nccl_and(const EngineContext& context) {
+  EngineContext without = context;
+  without.store = c10::make_intrusive<c10d::PrefixStore>("cpu", context.store);
+  for (Member& member : without.members) member.num_gpus = 0;
+  return make_nccl(context, make_engine("auto", without));
+}
 
 }  // namespace
 
@@ -138,7 +156,7 @@ Backend make_engine(const std::string& asked_for, const EngineContext& context) 
     if (name == row.name || (is_over && row.make == make_preferred_hierarchical)) {
       if (!row.fits(context)) {
         throw UsageError({.rank = context.rank, .operation = "join"},
-                         fmt::format("The engine '{}' cannot connect {} ranks.\n"
+                         fmt::format("The engine '{}' cannot connect these {} ranks.\n"
                                      "Choose another, or \"auto\".",
                                      name, context.size()));
       }

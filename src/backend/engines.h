@@ -21,7 +21,9 @@ Backend make_solo(const EngineContext& context);
 
 // All ranks on one host, connected by shared memory.
 Backend make_shm(const EngineContext& context);
-std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context);
+// `host`: its name, if there are others.
+std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
+                                              const std::string& host);
 
 // Ranks of any hosts: shared memory inside each, and between them another engine of that name.
 Backend make_hierarchical(const EngineContext& context, const std::string& between);
@@ -32,6 +34,11 @@ Backend make_gloo(const EngineContext& context);
 
 std::string why_no_mpi();  // empty if there is MPI
 Backend make_mpi(const EngineContext& context);
+bool has_started_ranks_by_mpi(const EngineContext& context);  // by the MPI of this build
+
+// Tensors on GPUs go through NCCL, all others through `cpu`.
+std::string why_no_nccl();  // empty if there is NCCL
+Backend make_nccl(const EngineContext& context, const Backend& cpu);
 
 // What `auto` stands for, and why.
 struct Choice {

@@ -30,7 +30,8 @@ Backend make_hierarchical(const EngineContext& context, const std::string& betwe
   const HostLayout layout(context.rank, context.members);
   EngineContext across = context;
   across.store = c10::make_intrusive<c10d::PrefixStore>("between", context.store);
-  const auto local = connect_by_memory(part_of_host(context, layout));
+  const auto local = connect_by_memory(
+      part_of_host(context, layout), context.members[static_cast<std::size_t>(context.rank)].host);
   const auto hierarchy =
       std::make_shared<Hierarchy>(context, local, make_wire_engine(between, across));
   return c10::make_intrusive<TensorEngine>("hierarchical:" + between, hierarchy, local);

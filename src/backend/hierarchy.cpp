@@ -37,7 +37,7 @@ Hierarchy::Hierarchy(const EngineContext& context, std::shared_ptr<shm::Group> l
       layout_(context.rank, context.members),
       local_(std::move(local)),
       wire_(std::move(engine), context, partners_of(layout_)),
-      steps_(std::make_unique<HostSteps>(layout_, *local_, wire_)),
+      steps_(std::make_shared<HostSteps>(layout_, *local_, wire_)),
       thread_([this] { run(); }) {}
 
 Hierarchy::~Hierarchy() {
@@ -166,7 +166,8 @@ void Hierarchy::run_next(std::unique_lock<std::mutex>& lock) {
 void Hierarchy::fail(std::unique_lock<std::mutex>& lock, std::exception_ptr error) {
   const std::string what = queue_.empty() ? "waiting" : text_of(*queue_.front());
   lock.unlock();
-  steps_.reset();  // with it, all messages under way
+  steps_->drop();
+  steps_.reset();  // messages that the engine cannot take back keep it
   error = first_cause(std::move(error), what);
   local_->give_up(error);
   wire_.leave(cause_of(error, rank()));
@@ -223,7 +224,7 @@ std::shared_ptr<shm::Request> Hierarchy::send(const std::byte* memory, std::size
     task->at_home = local_->send(memory, bytes, layout_.my_index, tag);
   } else {
     const NoSigpipe no_sigpipe;
-    task->parcel = wire_.send(peer, memory, bytes, tag);
+    task->parcel = wire_.send(peer, memory, bytes, tag, nullptr);
   }
   return task;
 }
@@ -242,7 +243,7 @@ std::shared_ptr<shm::Request> Hierarchy::receive(std::byte* memory, std::size_t 
     task->at_home = local_->receive(memory, bytes, layout_.my_index, tag);
   } else {
     const NoSigpipe no_sigpipe;
-    task->parcel = wire_.receive(peer, memory, bytes, tag);
+    task->parcel = wire_.receive(peer, memory, bytes, tag, nullptr);
   }
   return task;
 }

@@ -74,7 +74,7 @@ class Hierarchy final : public shm::Runner {
   std::exception_ptr failure_;  // what every call throws
   bool is_ending_ = false;
 
-  std::unique_ptr<HostSteps> steps_;  // the thread's own
+  std::shared_ptr<HostSteps> steps_;  // the thread's own
   std::thread thread_;                // last: it uses all of these
 };
 

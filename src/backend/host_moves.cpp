@@ -14,11 +14,11 @@ using shm::Parts;
 // The root's host sends one share of each slice to each other host, and these send it on to each
 // other: so no host sends more than there is.
 void HostSteps::broadcast() {
-  const int root_host = layout_.host_of[static_cast<std::size_t>(operation_->root)];
+  const int root_host = layout_.host_of[static_cast<std::size_t>(operation_.root)];
   const int num_slices = layout_.num_teams;
   const bool is_there = layout_.host == root_host;
   std::byte* data =
-      layout_.rank == operation_->root ? operation_->input.base : operation_->output.base;
+      layout_.rank == operation_.root ? operation_.input.base : operation_.output.base;
   const auto share_of = [&](const Chunk& chunk, int host) {
     const int place = host < root_host ? host : host - 1;
     return part(part(chunk.range, layout_.my_index, num_slices), place, layout_.num_hosts() - 1);
@@ -26,7 +26,7 @@ void HostSteps::broadcast() {
 
   const auto enter = [&](Chunk& chunk) {
     if (is_there)
-      broadcast_here(layout_.index(operation_->root), at(data, chunk.range), chunk.range.count);
+      broadcast_here(layout_.index(operation_.root), at(data, chunk.range), chunk.range.count);
     if (!layout_.is_in_team()) return;
     for_other_hosts([&](int host, int teammate) {
       if (is_there) {
@@ -64,13 +64,13 @@ void HostSteps::broadcast_here(int root_index, std::byte* data, std::size_t coun
 }
 
 void HostSteps::broadcast_small() {
-  const int root_host = layout_.host_of[static_cast<std::size_t>(operation_->root)];
+  const int root_host = layout_.host_of[static_cast<std::size_t>(operation_.root)];
   const bool is_there = layout_.host == root_host;
   std::byte* data =
-      layout_.rank == operation_->root ? operation_->input.base : operation_->output.base;
-  const std::size_t count = operation_->count;
+      layout_.rank == operation_.root ? operation_.input.base : operation_.output.base;
+  const std::size_t count = operation_.count;
   Chunk chunk;
-  if (is_there) broadcast_here(layout_.index(operation_->root), data, count);
+  if (is_there) broadcast_here(layout_.index(operation_.root), data, count);
   if (layout_.is_leader()) {
     for_other_hosts([&](int host, int teammate) {
       if (is_there) send(chunk, teammate, data, count);
@@ -85,7 +85,7 @@ void HostSteps::broadcast_small() {
 // A rank sends its part to one helper on each other host, who shares it there.
 void HostSteps::all_gather() {
   const int num_ranks = layout_.num_ranks();
-  const Parts& output = operation_->output;
+  const Parts& output = operation_.output;
   const auto helper_of = [&](int peer) {
     return layout_.helper(layout_.host, layout_.index(peer));
   };
@@ -97,10 +97,10 @@ void HostSteps::all_gather() {
       receive(chunk, peer, at(output.part(peer), chunk.range), count);
     }
     for_other_hosts([&](int, int helper) {
-      send(chunk, helper, at(operation_->input.base, chunk.range), count);
+      send(chunk, helper, at(operation_.input.base, chunk.range), count);
     });
     Operation here = step_here(Kind::kAllGather, 0, count);
-    here.input.base = at(operation_->input.base, chunk.range);
+    here.input.base = at(operation_.input.base, chunk.range);
     for (const int peer : layout_.here()) {
       here.output.list.push_back(at(output.part(peer), chunk.range));
     }
@@ -133,47 +133,47 @@ Parts HostSteps::parts_here(const Parts& all) const {
 
 // In the next three, every rank has its own messages with those of other hosts.
 void HostSteps::gather() {
-  const int root = operation_->root;
+  const int root = operation_.root;
   const bool is_root = layout_.rank == root;
   Chunk chunk;
   if (layout_.is_here(root)) {
-    Operation here = step_here(Kind::kGather, layout_.index(root), operation_->count);
-    here.input.base = operation_->input.base;
-    if (is_root) here.output = parts_here(operation_->output);
+    Operation here = step_here(Kind::kGather, layout_.index(root), operation_.count);
+    here.input.base = operation_.input.base;
+    if (is_root) here.output = parts_here(operation_.output);
     chunk.local.push_back(local_.start(std::move(here)));
   } else {
-    send(chunk, root, operation_->input.base, operation_->count);
+    send(chunk, root, operation_.input.base, operation_.count);
   }
   for (int peer = 0; peer < layout_.num_ranks() && is_root; ++peer) {
     if (layout_.is_here(peer)) continue;
-    receive(chunk, peer, operation_->output.part(peer), operation_->count);
+    receive(chunk, peer, operation_.output.part(peer), operation_.count);
   }
   finish(chunk);
 }
 
 void HostSteps::scatter() {
-  const int root = operation_->root;
+  const int root = operation_.root;
   const bool is_root = layout_.rank == root;
   Chunk chunk;
   if (layout_.is_here(root)) {
-    Operation here = step_here(Kind::kScatter, layout_.index(root), operation_->count);
-    if (is_root) here.input = parts_here(operation_->input);
-    here.output.base = operation_->output.base;
+    Operation here = step_here(Kind::kScatter, layout_.index(root), operation_.count);
+    if (is_root) here.input = parts_here(operation_.input);
+    here.output.base = operation_.output.base;
     chunk.local.push_back(local_.start(std::move(here)));
   } else {
-    receive(chunk, root, operation_->output.base, operation_->count);
+    receive(chunk, root, operation_.output.base, operation_.count);
   }
   for (int peer = 0; peer < layout_.num_ranks() && is_root; ++peer) {
     if (layout_.is_here(peer)) continue;
-    send(chunk, peer, operation_->input.part(peer), operation_->count);
+    send(chunk, peer, operation_.input.part(peer), operation_.count);
   }
   finish(chunk);
 }
 
 void HostSteps::all_to_all() {
-  const Parts& input = operation_->input;
-  const Parts& output = operation_->output;
-  const std::size_t count = operation_->count;
+  const Parts& input = operation_.input;
+  const Parts& output = operation_.output;
+  const std::size_t count = operation_.count;
   Chunk chunk;
   for (int peer = 0; peer < layout_.num_ranks(); ++peer) {
     if (layout_.is_here(peer)) continue;

@@ -11,9 +11,9 @@ using shm::Kind;
 
 // The picture is in host_steps.h.
 void HostSteps::all_reduce() {
-  std::byte* data = operation_->output.base;
-  if (operation_->input.base != data) {
-    std::memcpy(data, operation_->input.base, operation_->count * element_);
+  std::byte* data = operation_.output.base;
+  if (operation_.input.base != data) {
+    std::memcpy(data, operation_.input.base, operation_.count * element_);
   }
   const int num_slices = layout_.num_teams;
   const int num_hosts = layout_.num_hosts();
@@ -91,8 +91,8 @@ void HostSteps::share_slices_here(Chunk& chunk, std::byte* data) {
 
 // One step between the leaders: all tell all, and each adds up.
 void HostSteps::all_reduce_small() {
-  std::byte* data = operation_->output.base;
-  const std::size_t count = operation_->count;
+  std::byte* data = operation_.output.base;
+  const std::size_t count = operation_.count;
   const std::size_t bytes = count * element_;
   const bool is_leader = layout_.is_leader();
   Chunk chunk;
@@ -107,9 +107,9 @@ void HostSteps::all_reduce_small() {
   }
   if (must_reduce_here()) {
     local_.wait(
-        *start_here(Kind::kReduce, 0, count, operation_->input.base, is_leader ? data : nullptr));
-  } else if (operation_->input.base != data) {
-    std::memcpy(data, operation_->input.base, bytes);
+        *start_here(Kind::kReduce, 0, count, operation_.input.base, is_leader ? data : nullptr));
+  } else if (operation_.input.base != data) {
+    std::memcpy(data, operation_.input.base, bytes);
   }
   if (is_leader) {
     for_other_hosts([&](int, int teammate) { send(chunk, teammate, data, count); });
@@ -125,12 +125,12 @@ void HostSteps::all_reduce_small() {
 // Slices of the host's sums go to the root's host, which adds them up and gives them to the root.
 // Only the root's tensor changes.
 void HostSteps::reduce() {
-  const int root_host = layout_.host_of[static_cast<std::size_t>(operation_->root)];
+  const int root_host = layout_.host_of[static_cast<std::size_t>(operation_.root)];
   const int num_slices = layout_.num_teams;
   const int num_hosts = layout_.num_hosts();
   const int mine = layout_.my_index;
   const bool is_there = layout_.host == root_host;
-  const bool is_root = layout_.rank == operation_->root;
+  const bool is_root = layout_.rank == operation_.root;
   const std::size_t chunk_count = chunk_elements(num_slices);
   const std::size_t slice_bytes = part({0, chunk_count}, 0, num_slices).count * element_;
   std::byte* memory = scratch((layout_.hosts.size() + 1) * kInFlight * slice_bytes);
@@ -140,7 +140,7 @@ void HostSteps::reduce() {
     return memory + static_cast<std::size_t>(index) * slice_bytes;
   };
   const auto my_slice = [&](const Chunk& chunk) { return part(chunk.range, mine, num_slices); };
-  const std::byte* input = operation_->input.base;
+  const std::byte* input = operation_.input.base;
 
   const auto enter = [&](Chunk& chunk) {
     const Range slice = my_slice(chunk);
@@ -169,7 +169,7 @@ void HostSteps::reduce() {
       if (slice.count == 0) continue;
       chunk.local.push_back(start_here(Kind::kBroadcast, k, slice.count,
                                        k == mine ? place(chunk, num_hosts) : nullptr,
-                                       is_root ? at(operation_->output.base, slice) : nullptr));
+                                       is_root ? at(operation_.output.base, slice) : nullptr));
     }
   };
   pipeline(chunk_count, enter, turn, leave);
@@ -192,7 +192,7 @@ void HostSteps::reduce_scatter() {
     return place(chunk, num_ranks + host);
   };
   const auto given = [&](const Chunk& chunk, int to) {
-    return at(operation_->input.part(to), chunk.range);
+    return at(operation_.input.part(to), chunk.range);
   };
   // Where this host's sum for a rank is, on the helper.
   const auto sum_for = [&](const Chunk& chunk, int to) {
@@ -222,7 +222,7 @@ void HostSteps::reduce_scatter() {
     for (int host = 0; host < num_hosts; ++host) {
       inputs.push_back(host == layout_.host ? sum_for(chunk, layout_.rank) : arriving(chunk, host));
     }
-    sum_hosts(inputs, at(operation_->output.base, chunk.range), chunk.range.count);
+    sum_hosts(inputs, at(operation_.output.base, chunk.range), chunk.range.count);
   };
   pipeline(chunk_count, enter, turn, leave);
 }

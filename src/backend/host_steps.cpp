@@ -31,30 +31,31 @@ constexpr std::size_t kSmallBytes = 256 << 10;
 
 }  // namespace
 
-void HostSteps::run(const Operation& operation, std::uint64_t number) {
-  operation_ = &operation;
-  element_ = shm::size_of(operation.type);
+void HostSteps::run(Operation operation, std::uint64_t number) {
+  operation_ = std::move(operation);
+  element_ = shm::size_of(operation_.type);
   header_ = {.number = number,
-             .count = operation.count,
-             .root = operation.root,
-             .kind = operation.kind,
-             .type = operation.type,
-             .reduction = operation.reduction};
+             .count = operation_.count,
+             .root = operation_.root,
+             .kind = operation_.kind,
+             .type = operation_.type,
+             .reduction = operation_.reduction};
   // Ranks that are at different operations must not take each other's messages for their own: they
   // have different tags, and find out by their headers.
   tag_ = Wire::kFirstOperationTag +
          static_cast<int>(hash_bytes(&header_, sizeof header_) % kNumTags) * 2;
   compare_here();
   begin_comparing_hosts();
-  if (operation.count != 0) run_steps();
+  if (operation_.count != 0) run_steps();
   end_comparing_hosts();
-  if (operation.kind == Kind::kBarrier) {
+  if (operation_.kind == Kind::kBarrier) {
     local_.wait(*start_here(Kind::kBarrier, 0, 0, nullptr, nullptr));
   }
+  operation_.owner.reset();
 }
 
 void HostSteps::run_steps() {
-  switch (operation_->kind) {
+  switch (operation_.kind) {
     case Kind::kBarrier:
       break;
     case Kind::kAllReduce:
@@ -94,9 +95,9 @@ void HostSteps::compare(int peer, const Header& theirs) const {
   other.count = theirs.count;
   // All ranks name the lower one first.
   if (peer < layout_.rank) {
-    shm::throw_mismatch(layout_.rank, header_.number, peer, other, layout_.rank, *operation_);
+    shm::throw_mismatch(layout_.rank, header_.number, peer, other, layout_.rank, operation_);
   }
-  shm::throw_mismatch(layout_.rank, header_.number, layout_.rank, *operation_, peer, other);
+  shm::throw_mismatch(layout_.rank, header_.number, layout_.rank, operation_, peer, other);
 }
 
 void HostSteps::compare_here() {
@@ -107,7 +108,7 @@ void HostSteps::compare_here() {
   tell.count = sizeof(Header);
   tell.input.base = reinterpret_cast<std::byte*>(&header_);
   tell.output = {.base = reinterpret_cast<std::byte*>(all.data()), .stride = sizeof(Header)};
-  tell.part_of = operation_;
+  tell.part_of = &operation_;
   local_.wait(*local_.start(std::move(tell)));
   // Like one rank: the first that differs from the leader is everybody's news.
   const auto other = std::ranges::find_if(all, [&](const Header& one) { return one != all[0]; });
@@ -122,28 +123,28 @@ void HostSteps::begin_comparing_hosts() {
   headers_.assign(layout_.hosts.size(), {});
   for_other_hosts([&](int host, int peer) {
     Header& theirs = headers_[static_cast<std::size_t>(host)];
-    comparing_.in.push_back(
-        wire_.receive(peer, reinterpret_cast<std::byte*>(&theirs), sizeof theirs, kHeaderTag));
-    comparing_.out.push_back(
-        wire_.send(peer, reinterpret_cast<const std::byte*>(&header_), sizeof header_, kHeaderTag));
+    comparing_.in.push_back(wire_.receive(peer, reinterpret_cast<std::byte*>(&theirs),
+                                          sizeof theirs, kHeaderTag, shared_from_this()));
+    comparing_.out.push_back(wire_.send(peer, reinterpret_cast<const std::byte*>(&header_),
+                                        sizeof header_, kHeaderTag, shared_from_this()));
   });
 }
 
 void HostSteps::end_comparing_hosts() {
   for (Parcel& parcel : comparing_.in) {
-    wire_.wait(parcel, *operation_);
+    wait(parcel);
     const int host = layout_.host_of[static_cast<std::size_t>(parcel.peer)];
     compare(parcel.peer, headers_[static_cast<std::size_t>(host)]);
   }
   comparing_.in.clear();
-  for (Parcel& parcel : comparing_.out) wire_.wait(parcel, *operation_);
+  for (Parcel& parcel : comparing_.out) wait(parcel);
   comparing_.out.clear();
 }
 
-// Runs the three stages of each chunk of operation_->count elements.
+// Runs the three stages of each chunk of operation_.count elements.
 void HostSteps::pipeline(std::size_t elements_per_chunk, const Stage& enter, const Stage& turn,
                          const Stage& leave) {
-  const std::size_t count = operation_->count;
+  const std::size_t count = operation_.count;
   const auto num_chunks = static_cast<int>((count + elements_per_chunk - 1) / elements_per_chunk);
   std::array<Chunk, kInFlight> chunks;
   for (int now = 0; now < num_chunks + 2; ++now) {
@@ -172,7 +173,7 @@ void HostSteps::finish(Chunk& chunk) {
 // Elements of a chunk of which each of num_slices ranks has a slice. Whole cache lines.
 std::size_t HostSteps::chunk_elements(int num_slices) const {
   const auto slices = static_cast<std::size_t>(num_slices);
-  const std::size_t wanted = operation_->count * element_ / slices / kChunksWanted;
+  const std::size_t wanted = operation_.count * element_ / slices / kChunksWanted;
   const std::size_t slice = std::clamp(wanted, kMinSliceBytes, kMaxSliceBytes);
   return slice / shm::kLine * shm::kLine / element_ * slices;
 }
@@ -208,28 +209,28 @@ std::byte* HostSteps::scratch(std::size_t bytes) {
 }
 
 bool HostSteps::is_small() const {
-  return operation_->count * element_ * (layout_.hosts.size() - 1) <= kSmallBytes;
+  return operation_.count * element_ * (layout_.hosts.size() - 1) <= kSmallBytes;
 }
 
 // Averages are sums until all are added.
 Reduction HostSteps::in_host() const {
-  return operation_->reduction == Reduction::kAverage ? Reduction::kSum : operation_->reduction;
+  return operation_.reduction == Reduction::kAverage ? Reduction::kSum : operation_.reduction;
 }
 
 // A rank alone on its host has its host's sum, unless it is to be scaled.
 bool HostSteps::must_reduce_here() const {
-  return layout_.num_here() > 1 || operation_->reduction == Reduction::kScaledSum;
+  return layout_.num_here() > 1 || operation_.reduction == Reduction::kScaledSum;
 }
 
 Operation HostSteps::step_here(Kind kind, int root_index, std::size_t count) const {
   Operation step;
   step.kind = kind;
-  step.type = operation_->type;
+  step.type = operation_.type;
   step.reduction = kind == Kind::kReduce ? in_host() : Reduction::kNone;
-  step.factor = operation_->factor;
+  step.factor = operation_.factor;
   step.root = root_index;
   step.count = count;
-  step.part_of = operation_;
+  step.part_of = &operation_;
   return step;
 }
 
@@ -242,25 +243,36 @@ HostSteps::LocalRequest HostSteps::start_here(Kind kind, int root_index, std::si
 }
 
 void HostSteps::send(Chunk& chunk, int peer, const std::byte* memory, std::size_t count) {
-  if (count != 0) chunk.out.push_back(wire_.send(peer, memory, count * element_, tag_));
+  if (count != 0)
+    chunk.out.push_back(wire_.send(peer, memory, count * element_, tag_, shared_from_this()));
 }
 
 void HostSteps::receive(Chunk& chunk, int peer, std::byte* memory, std::size_t count) {
-  if (count != 0) chunk.in.push_back(wire_.receive(peer, memory, count * element_, tag_));
+  if (count != 0)
+    chunk.in.push_back(wire_.receive(peer, memory, count * element_, tag_, shared_from_this()));
 }
 
 void HostSteps::send_answer(Chunk& chunk, int peer, const std::byte* memory, std::size_t count) {
-  if (count != 0) chunk.out.push_back(wire_.send(peer, memory, count * element_, tag_ + 1));
+  if (count != 0)
+    chunk.out.push_back(wire_.send(peer, memory, count * element_, tag_ + 1, shared_from_this()));
 }
 
 void HostSteps::receive_answer(Chunk& chunk, int peer, std::byte* memory, std::size_t count) {
-  if (count != 0) chunk.answers.push_back(wire_.receive(peer, memory, count * element_, tag_ + 1));
+  if (count != 0)
+    chunk.answers.push_back(
+        wire_.receive(peer, memory, count * element_, tag_ + 1, shared_from_this()));
 }
 
 void HostSteps::wait(std::vector<Parcel>& parcels) {
   if (!parcels.empty()) end_comparing_hosts();
-  for (Parcel& parcel : parcels) wire_.wait(parcel, *operation_);
+  for (Parcel& parcel : parcels) wait(parcel);
   parcels.clear();
+}
+
+void HostSteps::wait(Parcel& parcel) {
+  local_.say_waiting_outside(parcel.peer);
+  wire_.wait(parcel, operation_);
+  local_.say_waiting_outside(-1);
 }
 
 void HostSteps::wait(std::vector<LocalRequest>& requests) {
@@ -271,10 +283,10 @@ void HostSteps::wait(std::vector<LocalRequest>& requests) {
 // The contributions of all hosts, in their order, become the result.
 void HostSteps::sum_hosts(const std::vector<const void*>& inputs, std::byte* output,
                           std::size_t count) {
-  const bool is_scaled = operation_->reduction == Reduction::kScaledSum;  // already, by the ranks
+  const bool is_scaled = operation_.reduction == Reduction::kScaledSum;  // already, by the ranks
   void* outputs[] = {output};
-  shm::reduce({.type = operation_->type,
-               .reduction = is_scaled ? Reduction::kSum : operation_->reduction,
+  shm::reduce({.type = operation_.type,
+               .reduction = is_scaled ? Reduction::kSum : operation_.reduction,
                .num_inputs = static_cast<int>(inputs.size()),
                .inputs = inputs.data(),
                .num_outputs = 1,

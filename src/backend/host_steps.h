@@ -29,14 +29,17 @@
 
 namespace lockstep {
 
-class HostSteps {
+class HostSteps : public std::enable_shared_from_this<HostSteps> {
  public:
   HostSteps(const HostLayout& layout, shm::Group& local, Wire& wire)
       : layout_(layout), local_(local), wire_(wire) {}
 
   // The number is that of the operation, the same on all ranks.
   // Throws what the group and the wire throw, and MismatchError.
-  void run(const shm::Operation& operation, std::uint64_t number);
+  void run(shm::Operation operation, std::uint64_t number);
+
+  // Lets go of messages under way.
+  void drop() noexcept { comparing_ = {}; }
 
  private:
   using LocalRequest = std::shared_ptr<shm::Request>;
@@ -96,6 +99,7 @@ class HostSteps {
   void send_answer(Chunk& chunk, int peer, const std::byte* memory, std::size_t count);
   void receive_answer(Chunk& chunk, int peer, std::byte* memory, std::size_t count);
   void wait(std::vector<Parcel>& parcels);
+  void wait(Parcel& parcel);
   void wait(std::vector<LocalRequest>& requests);
   void sum_hosts(const std::vector<const void*>& inputs, std::byte* output, std::size_t count);
   void for_other_hosts(const std::function<void(int host, int teammate)>& f) const;
@@ -125,7 +129,7 @@ class HostSteps {
   const shm::Simd simd_ = shm::best_simd();
 
   // Of the operation that runs.
-  const shm::Operation* operation_ = nullptr;
+  shm::Operation operation_;
   Header header_;
   int tag_ = 0;
   std::size_t element_ = 1;

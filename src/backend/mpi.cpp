@@ -88,6 +88,16 @@ mpi::Communicator connect(const EngineContext& context, MPI_Comm parent, const R
 
 std::string why_no_mpi() { return {}; }
 
+// A program of one MPI under another's mpirun would be a world of one for its MPI.
+bool has_started_ranks_by_mpi(const EngineContext& context) {
+#ifdef OPEN_MPI
+  constexpr const char* kLauncher = "OpenMPI";
+#else
+  constexpr const char* kLauncher = "PMI";
+#endif
+  return context.communicator != nullptr || context.launcher == kLauncher;
+}
+
 Backend make_mpi(const EngineContext& context) {
   mpi::initialize(name_of(context));
   const auto* given = static_cast<const mpi::Communicator*>(context.communicator.get());

@@ -70,8 +70,8 @@ void MpiNews::check_store(const std::vector<int>& peers, std::uint64_t number,
     if (!text) continue;
     const Json news = Json::parse(*text);
     if (news.contains("message")) {
-      throw_because(name(peer), {news.at("kind"), news.at("peer"), news.at("message")},
-                    place(peer, what));
+      throw_because(fmt::format("rank {}", name(peer)),
+                    {news.at("kind"), news.at("peer"), news.at("message")}, place(peer, what));
     }
     if (news.at("done").get<std::uint64_t>() < number) {
       throw PeerLostError(place(peer, what),

@@ -125,9 +125,11 @@ void MpiRunner::wait_until(const shm::Request& request, Clock::time_point deadli
   std::unique_lock lock(mutex_);
   while (true) {
     const auto next_look = std::min(deadline, Clock::now() + kLookAround);
-    done_.wait_until(lock, next_look, [&] { return request.is_done || failure_; });
+    done_.wait_until(lock, next_look,
+                     [&] { return request.is_done || request.is_abandoned || failure_; });
     if (request.is_done) return;
     if (failure_) throw_failure(lock);
+    if (request.is_abandoned) throw std::runtime_error("the wait for a message was ended");
     const int peer = request.peer;
     const std::string what =
         request.is_mail ? text_of_mail(request, news_.name(peer)) : request.operation.text();
@@ -153,6 +155,13 @@ void MpiRunner::wait_until(const shm::Request& request, Clock::time_point deadli
     }
     lock.lock();
   }
+}
+
+bool MpiRunner::abandon(shm::Request& request) {
+  const std::lock_guard lock(mutex_);
+  request.is_abandoned = true;
+  done_.notify_all();
+  return true;
 }
 
 void MpiRunner::throw_if_failed() const {

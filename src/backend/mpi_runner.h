@@ -42,6 +42,7 @@ class MpiRunner final : public shm::Runner {
                                      int tag) override;
   std::shared_ptr<shm::Request> receive(std::byte* memory, std::size_t bytes, int peer,
                                         int tag) override;
+  bool abandon(shm::Request& request) override;
 
  private:
   using RequestPtr = std::shared_ptr<shm::Request>;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <climits>
 #include <set>
@@ -106,9 +107,22 @@ bool MpiTraffic::move() {
 }
 
 void MpiTraffic::move_mail() {
+  // A message may arrive in the middle of this: it is for the first that waits for its like, not
+  // for a later one.
+  std::vector<const Letter*> waiting;
   for (Letter& letter : letters_) {
-    if (letter.handle == MPI_REQUEST_NULL) fetch(letter);
-    if (letter.handle == MPI_REQUEST_NULL) continue;
+    const auto is_before = [&](const Letter* first) {
+      return first->request->tag == letter.request->tag &&
+             (first->peer == letter.peer || first->peer == shm::kAnyRank ||
+              letter.peer == shm::kAnyRank);
+    };
+    if (letter.handle == MPI_REQUEST_NULL && std::ranges::none_of(waiting, is_before)) {
+      fetch(letter);
+    }
+    if (letter.handle == MPI_REQUEST_NULL) {
+      waiting.push_back(&letter);
+      continue;
+    }
     int is_done = 0;
     check(MPI_Test(&letter.handle, &is_done, MPI_STATUS_IGNORE), letter.peer, letter.request);
     if (is_done != 0) delivered_.push_back({std::move(letter.request), letter.peer});

@@ -49,19 +49,24 @@ bool is_loopback(const std::string& address) {
   return address.starts_with("127.") || address == "::1" || address == "localhost";
 }
 
+struct NetworkAddress {
+  std::string interface;
+  std::string text;
+};
+
 // The IPv4 addresses of this host, without the loopback's.
-std::vector<std::string> network_addresses() {
+std::vector<NetworkAddress> network_addresses() {
   ifaddrs* first = nullptr;
   if (::getifaddrs(&first) != 0) return {};
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(first, ::freeifaddrs);
-  std::vector<std::string> addresses;
+  std::vector<NetworkAddress> addresses;
   for (const ifaddrs* each = first; each != nullptr; each = each->ifa_next) {
     const bool is_up = (each->ifa_flags & IFF_UP) != 0 && (each->ifa_flags & IFF_LOOPBACK) == 0;
     if (!is_up || each->ifa_addr == nullptr || each->ifa_addr->sa_family != AF_INET) continue;
     std::array<char, INET_ADDRSTRLEN> text{};
     const auto* address = reinterpret_cast<const sockaddr_in*>(each->ifa_addr);
     ::inet_ntop(AF_INET, &address->sin_addr, text.data(), text.size());
-    addresses.emplace_back(text.data());
+    addresses.push_back({each->ifa_name, text.data()});
   }
   return addresses;
 }
@@ -75,7 +80,7 @@ std::string own_address(const EngineContext& context) {
   if (!is_loopback(address)) return address;
   if (!is_loopback(towards)) {
     const auto others = network_addresses();
-    if (others.size() == 1) return others.front();
+    if (others.size() == 1) return others.front().text;
   }
   throw UsageError(
       {.rank = context.rank, .operation = "join"},
@@ -84,6 +89,25 @@ std::string own_address(const EngineContext& context) {
                   "interface that connects the hosts (ip -brief address lists them).",
                   is_told ? "MASTER_ADDR" : "this host's name", towards, address,
                   is_told ? "MASTER_ADDR to an address in their network, or " : ""));
+}
+
+void check_interface(const std::string& name, int rank) {
+  std::string known;
+  for (const NetworkAddress& address : network_addresses()) {
+    if (address.interface == name) return;
+    known += fmt::format("{}{} ({})", known.empty() ? "" : ", ", address.interface, address.text);
+  }
+  const unsigned index = ::if_nametoindex(name.c_str());
+  // One with IPv6 alone is fine; Gloo finds its address.
+  if (index != 0 && name != "lo") return;
+  throw UsageError(
+      {.rank = rank, .operation = "join"},
+      fmt::format("GLOO_SOCKET_IFNAME is '{}', {}.\nSet it to the network interface that connects "
+                  "the hosts; here are: {}.",
+                  name,
+                  index == 0 ? "and there is no such network interface"
+                             : "which other hosts cannot reach, and the ranks are on several",
+                  known.empty() ? "none" : known));
 }
 
 }  // namespace lockstep

@@ -12,4 +12,7 @@ namespace lockstep {
 // Throws UsageError if only this host itself could reach it.
 std::string own_address(const EngineContext& context);
 
+// Throws UsageError if there is no such network interface, or only this host itself could reach it.
+void check_interface(const std::string& name, int rank);
+
 }  // namespace lockstep

@@ -47,6 +47,13 @@ bool RunnerWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+// Without the mutex, which whoever waits has.
+void RunnerWork::abort() {
+  for (const auto& request : requests_) {
+    if (!runner_->abandon(*request)) c10d::Work::abort();  // throws: it is not offered
+  }
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> RunnerWork::getFuture() {
   {
     const std::lock_guard lock(work_mutex_);

@@ -57,6 +57,7 @@ class RunnerWork : public c10d::Work {
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
+  void abort() override;
   int sourceRank() const override { return requests_.front()->peer; }
   std::vector<at::Tensor> result() override { return tensors_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

@@ -10,7 +10,8 @@
 
 namespace lockstep {
 
-std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context) {
+std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
+                                              const std::string& host) {
   int round = 0;
   const shm::Exchange exchange = [&](const std::string& mine) {
     const std::string prefix = fmt::format("shm/{}/", round++);
@@ -27,12 +28,13 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context) {
   return std::make_shared<shm::Group>(shm::GroupOptions{.rank = context.rank,
                                                         .size = context.size(),
                                                         .timeout = context.timeout,
-                                                        .names = std::move(names)},
+                                                        .names = std::move(names),
+                                                        .host = host},
                                       exchange);
 }
 
 Backend make_shm(const EngineContext& context) {
-  const auto group = connect_by_memory(context);
+  const auto group = connect_by_memory(context, "");
   return c10::make_intrusive<TensorEngine>("shm", group, group);
 }
 

@@ -20,12 +20,15 @@ constexpr int kFarewellTag = Wire::kFirstOwnTag;
 // The engine's own deadline comes after ours, because it closes all connections without a word.
 constexpr auto kGrace = std::chrono::seconds(2);
 
+constexpr const char* kTimedOut = "Timed out";  // as Gloo says it
+
 // How long a farewell may take to leave this host.
 constexpr auto kFarewellPatience = std::chrono::milliseconds(500);
 
-at::Tensor tensor_of(const std::byte* memory, std::size_t bytes) {
-  return at::from_blob(const_cast<std::byte*>(memory), {static_cast<std::int64_t>(bytes)},
-                       at::kByte);
+at::Tensor tensor_of(const std::byte* memory, std::size_t bytes, Wire::Owner owner) {
+  return at::from_blob(
+      const_cast<std::byte*>(memory), {static_cast<std::int64_t>(bytes)},
+      [owner = std::move(owner)](void*) {}, at::kByte);
 }
 
 }  // namespace
@@ -35,17 +38,17 @@ Wire::Wire(Backend engine, const EngineContext& context, const std::vector<int>&
       members_(context.members),
       timeout_(context.timeout),
       partners_(partners),
-      farewells_(partners.size()),
+      farewells_(std::make_shared<std::vector<Farewell>>(partners.size())),
       engine_(std::move(engine)) {
   const NoSigpipe no_sigpipe;
   for (std::size_t i = 0; i < partners_.size(); ++i) {
-    expected_.push_back(receive(partners_[i], reinterpret_cast<std::byte*>(&farewells_[i]),
-                                sizeof(Farewell), kFarewellTag));
+    expected_.push_back(receive(partners_[i], reinterpret_cast<std::byte*>(&(*farewells_)[i]),
+                                sizeof(Farewell), kFarewellTag, farewells_));
   }
 }
 
-Parcel Wire::send(int peer, const std::byte* memory, std::size_t bytes, int tag) {
-  std::vector<at::Tensor> tensors = {tensor_of(memory, bytes)};
+Parcel Wire::send(int peer, const std::byte* memory, std::size_t bytes, int tag, Owner owner) {
+  std::vector<at::Tensor> tensors = {tensor_of(memory, bytes, std::move(owner))};
   try {
     const std::lock_guard lock(post_mutex_);
     if (!engine_) throw WireInterrupted();
@@ -55,8 +58,8 @@ Parcel Wire::send(int peer, const std::byte* memory, std::size_t bytes, int tag)
   }
 }
 
-Parcel Wire::receive(int peer, std::byte* memory, std::size_t bytes, int tag) {
-  std::vector<at::Tensor> tensors = {tensor_of(memory, bytes)};
+Parcel Wire::receive(int peer, std::byte* memory, std::size_t bytes, int tag, Owner owner) {
+  std::vector<at::Tensor> tensors = {tensor_of(memory, bytes, std::move(owner))};
   try {
     const std::lock_guard lock(post_mutex_);
     if (!engine_) throw WireInterrupted();
@@ -95,6 +98,10 @@ void Wire::wait(Parcel& parcel, std::chrono::milliseconds timeout,
   std::string problem;
   try {
     is_done = parcel.work->wait(timeout);
+  } catch (const TimeoutError&) {  // lockstep's own engines'
+    problem = kTimedOut;
+  } catch (const Error& error) {
+    problem = error.message();
   } catch (const std::exception& error) {
     problem = error.what();
   }
@@ -104,7 +111,7 @@ void Wire::wait(Parcel& parcel, std::chrono::milliseconds timeout,
     if (is_interrupted_) throw WireInterrupted();
   }
   if (!problem.empty()) {
-    if (problem.find("Timed out") != std::string::npos) throw_late(parcel.peer, what());
+    if (problem.find(kTimedOut) != std::string::npos) throw_late(parcel.peer, what());
     throw_lost(parcel.peer, what(), problem);
   }
   if (!is_done) throw WireInterrupted();
@@ -147,9 +154,9 @@ std::optional<Wire::Farewell> Wire::read(const Farewell& arriving) {
 
 std::optional<Wire::Told> Wire::told() const {
   for (std::size_t i = 0; i < partners_.size(); ++i) {
-    const auto farewell = read(farewells_[i]);
+    const auto farewell = read((*farewells_)[i]);
     if (farewell && farewell->has_failed != 0) {
-      return Told{partners_[i],
+      return Told{describe(member(partners_[i])),
                   {static_cast<ErrorKind>(farewell->kind), farewell->peer, farewell->message}};
     }
   }
@@ -164,7 +171,7 @@ void Wire::throw_lost(int peer, const std::string& what, const std::string& reas
                                             what, reason.substr(0, reason.find('\n'))));
   }
   for (std::size_t i = 0; i < partners_.size(); ++i) {
-    const auto farewell = partners_[i] == peer ? read(farewells_[i]) : std::nullopt;
+    const auto farewell = partners_[i] == peer ? read((*farewells_)[i]) : std::nullopt;
     if (farewell && farewell->has_failed == 0) {
       throw PeerLostError(place, fmt::format("{} waits for {}, which has left this world.\n"
                                              "Make the same calls on all ranks before the world "
@@ -191,19 +198,19 @@ void Wire::throw_late(int peer, const std::string& what) const {
 
 void Wire::leave(const std::optional<Cause>& cause) noexcept {
   const NoSigpipe no_sigpipe;
-  Farewell farewell;
+  const auto farewell = std::make_shared<Farewell>();
   if (cause) {
-    farewell.has_failed = 1;
-    farewell.kind = static_cast<std::int32_t>(cause->kind);
-    farewell.peer = cause->peer;
-    cause->message.copy(farewell.message, sizeof farewell.message - 1);
+    farewell->has_failed = 1;
+    farewell->kind = static_cast<std::int32_t>(cause->kind);
+    farewell->peer = cause->peer;
+    cause->message.copy(farewell->message, sizeof farewell->message - 1);
   }
-  farewell.check = check_of(farewell);
+  farewell->check = check_of(*farewell);
   std::vector<Parcel> sent;
   for (const int partner : partners_) {
     try {
-      sent.push_back(send(partner, reinterpret_cast<const std::byte*>(&farewell), sizeof farewell,
-                          kFarewellTag));
+      sent.push_back(send(partner, reinterpret_cast<const std::byte*>(farewell.get()),
+                          sizeof(Farewell), kFarewellTag, farewell));
     } catch (...) {  // NOLINT: it is gone
     }
   }

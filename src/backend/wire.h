@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -45,8 +46,11 @@ class Wire {
   Wire(Backend engine, const EngineContext& context, const std::vector<int>& partners);
   ~Wire() { close(); }
 
-  Parcel send(int peer, const std::byte* memory, std::size_t bytes, int tag);
-  Parcel receive(int peer, std::byte* memory, std::size_t bytes, int tag);  // shm::kAnyRank: any
+  // The owner of the memory is kept for as long as the engine may use it, which after a failure can
+  // be longer than the message is waited for. A peer may be shm::kAnyRank for receive().
+  using Owner = std::shared_ptr<const void>;
+  Parcel send(int peer, const std::byte* memory, std::size_t bytes, int tag, Owner owner);
+  Parcel receive(int peer, std::byte* memory, std::size_t bytes, int tag, Owner owner);
   // Throws ConnectionLost, TimeoutError, WireInterrupted; messages name the operation.
   void wait(Parcel& parcel, const shm::Operation& operation);
 
@@ -63,9 +67,9 @@ class Wire {
   };
   std::optional<Waiting> waiting() const;
 
-  // What a partner has told, with its rank.
+  // What a partner has told, and who it is.
   struct Told {
-    int from = -1;
+    std::string from = {};
     Cause cause = {};
   };
   std::optional<Told> told() const;
@@ -97,7 +101,7 @@ class Wire {
   const std::vector<Member> members_;
   const std::chrono::milliseconds timeout_;
   std::vector<int> partners_;
-  std::vector<Farewell> farewells_;  // by partner; written by the engine when one arrives
+  std::shared_ptr<std::vector<Farewell>> farewells_;  // by partner; written when one arrives
   Backend engine_;
   std::vector<Parcel> expected_;  // the farewells
 

@@ -16,10 +16,10 @@ Cause cause_of(const std::exception_ptr& error, int rank) {
   }
 }
 
-void throw_because(int from, const Cause& cause, const ErrorPlace& place) {
+void throw_because(const std::string& from, const Cause& cause, const ErrorPlace& place) {
   const bool was_told = cause.message.starts_with("Because rank ");
   throw_error(cause.kind, {.rank = place.rank, .peer = cause.peer, .operation = place.operation},
-              was_told ? cause.message : fmt::format("Because rank {}: {}", from, cause.message));
+              was_told ? cause.message : fmt::format("Because {}: {}", from, cause.message));
 }
 
 }  // namespace lockstep

@@ -18,7 +18,8 @@ struct Cause {
 // What `error`, thrown on `rank`, says to others.
 Cause cause_of(const std::exception_ptr& error, int rank);
 
-// Throws on the rank of `place` what rank `from` has told.
-[[noreturn]] void throw_because(int from, const Cause& cause, const ErrorPlace& place);
+// Throws on the rank of `place` what another has told; `from` begins with "rank N".
+[[noreturn]] void throw_because(const std::string& from, const Cause& cause,
+                                const ErrorPlace& place);
 
 }  // namespace lockstep

@@ -26,6 +26,9 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kLookAround = std::chrono::milliseconds(50);
 constexpr auto kFirstWarning = std::chrono::seconds(10);
 
+// So much longer than its timeout a rank waits for one that waits for another host.
+constexpr auto kPatienceForOthers = std::chrono::milliseconds(1500);
+
 // A waiting rank looks for news so often before it offers its core to whoever is ready to run: that
 // may be the rank it waits for. Without a core for each rank it offers it after every look.
 constexpr int kLooksPerYield = 25;
@@ -234,7 +237,7 @@ void Group::wait_locked(std::unique_lock<std::mutex>& lock, const Request& reque
         }
         last_look = now;
       }
-      if (now - start >= timeout) time_out(request, timeout);
+      if (now - start >= timeout) time_out(request, timeout, now - start);
       if (now - start >= kFirstWarning && !has_warned) {
         has_warned = true;
         Log(name(rank()))
@@ -264,6 +267,12 @@ void Group::check_peers(std::uint64_t number) {
   }
 }
 
+std::string Group::describe(int peer) const {
+  return fmt::format("rank {} ({}pid {})", name(peer),
+                     options_.host.empty() ? "" : fmt::format("host {}, ", options_.host),
+                     processes_[static_cast<std::size_t>(peer)].pid);
+}
+
 // Throws if the rank is gone or has failed, while this one waits for `what`.
 void Group::check_peer(int peer, const std::string& what) {
   const Control& theirs = control(peer);
@@ -271,7 +280,7 @@ void Group::check_peer(int peer, const std::string& what) {
       .rank = name(rank()), .peer = name(peer), .operation = what.substr(0, what.find(' '))};
   const RankState state = theirs.state.load();
   if (state == RankState::kFailed) {
-    throw_because(name(peer),
+    throw_because(options_.host.empty() ? fmt::format("rank {}", name(peer)) : describe(peer),
                   {static_cast<ErrorKind>(theirs.failure_kind), theirs.failure_peer, theirs.reason},
                   place);
   }
@@ -279,19 +288,33 @@ void Group::check_peer(int peer, const std::string& what) {
   if (!is_alive(process)) {
     throw PeerLostError(
         place,
-        fmt::format("{} lost rank {} (pid {}), which {}.\nLook at the last lines of rank {}, "
-                    "mend the cause, and start the job again.",
-                    what, name(peer), process.pid, describe_end(process), name(peer)));
+        fmt::format("{} lost {}, which {}.\nLook at the last lines of rank {}, mend the cause, and "
+                    "start the job again.",
+                    what, describe(peer), describe_end(process), name(peer)));
   }
   if (state == RankState::kLeft) {
-    throw PeerLostError(place, fmt::format("{} waits for rank {} (pid {}), which has left this "
-                                           "world.\nMake the same calls on all ranks before the "
-                                           "world ends.",
-                                           what, name(peer), process.pid));
+    throw PeerLostError(place, fmt::format("{} waits for {}, which has left this world.\nMake "
+                                           "the same calls on all ranks before the world ends.",
+                                           what, describe(peer)));
   }
 }
 
-void Group::time_out(const Request& request, std::chrono::milliseconds timeout) {
+// Those that have not posted what is waited for.
+std::vector<int> Group::missing_ranks() const {
+  std::vector<int> missing;
+  const std::uint64_t number = active_.empty() ? num_posted_ + 1 : active_.front().number;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank() && control(peer).retired.load() < number &&
+        slot(peer, number).posted.load() != number) {
+      missing.push_back(peer);
+    }
+  }
+  return missing;
+}
+
+// Throws, unless somebody else is to speak first.
+void Group::time_out(const Request& request, std::chrono::milliseconds timeout,
+                     std::chrono::nanoseconds waited) {
   const double seconds = std::chrono::duration<double>(timeout).count();
   if (request.is_mail) {
     throw TimeoutError(
@@ -304,12 +327,9 @@ void Group::time_out(const Request& request, std::chrono::milliseconds timeout) 
   }
   const std::string what = request.operation.text();
   std::vector<int> missing;
-  const std::uint64_t number = active_.empty() ? num_posted_ + 1 : active_.front().number;
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank() && control(peer).retired.load() < number &&
-        slot(peer, number).posted.load() != number) {
-      missing.push_back(name(peer));
-    }
+  for (const int peer : missing_ranks()) {
+    if (control(peer).waits_outside.load() != 0 && waited < timeout + kPatienceForOthers) return;
+    missing.push_back(name(peer));
   }
   throw TimeoutError(
       {.rank = name(rank()),

@@ -35,6 +35,7 @@ struct GroupOptions {
   std::chrono::nanoseconds spin = std::chrono::microseconds(50);
   Simd simd = best_simd();
   std::vector<int> names = {};  // what messages call the ranks; empty: 0 to size - 1
+  std::string host = {};        // its name, if there are others
 };
 
 // Gives every rank the texts of all ranks, in the order of ranks. Used while a group is made.
@@ -68,6 +69,9 @@ class Group final : public Runner {
   // For one that waits elsewhere, for `what`: throws if a rank has failed, or has died before it
   // left.
   void look_around(const std::string& what);
+  // Says that this rank waits for one outside the group, by its name; -1: for none. Those who wait
+  // for this rank then let it say first that it has waited too long.
+  void say_waiting_outside(int name) noexcept { self().waits_outside.store(name + 1); }
   // Ends the group with `error`, which the others are told. Waiting threads throw it, too.
   void give_up(std::exception_ptr error) noexcept;
 
@@ -156,7 +160,10 @@ class Group final : public Runner {
 
   void check_peers(std::uint64_t number);
   void check_peer(int peer, const std::string& what);
-  [[noreturn]] void time_out(const Request& request, std::chrono::milliseconds timeout);
+  std::string describe(int peer) const;
+  std::vector<int> missing_ranks() const;
+  void time_out(const Request& request, std::chrono::milliseconds timeout,
+                std::chrono::nanoseconds waited);
   [[noreturn]] void fail(std::exception_ptr error);
   void remember(std::exception_ptr error);
   void throw_if_failed() const;

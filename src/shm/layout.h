@@ -24,7 +24,7 @@
 namespace lockstep::shm {
 
 constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
-constexpr std::uint32_t kShmVersion = 1;                 // of everything in this file
+constexpr std::uint32_t kShmVersion = 2;                 // of everything in this file
 
 constexpr std::size_t kLine = 64;          // bytes of a cache line
 constexpr std::uint64_t kSlots = 64;       // pieces in flight
@@ -95,6 +95,7 @@ struct alignas(kLine) Control {
   alignas(kLine) std::atomic<std::uint32_t> doorbell{0};  // a futex; peers add 1 and wake
   std::atomic<std::uint32_t> is_asleep{0};
   alignas(kLine) std::atomic<std::uint64_t> retired{0};
+  alignas(kLine) std::atomic<std::int32_t> waits_outside{0};  // 1 + the rank of another host, or 0
   alignas(kLine) std::atomic<RankState> state{RankState::kRunning};
   std::int32_t failure_kind;  // an ErrorKind; valid with reason once state is kFailed
   std::int32_t failure_peer;

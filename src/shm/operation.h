@@ -69,6 +69,7 @@ struct Request {
   std::byte* memory = nullptr;
   std::size_t bytes = 0;
   std::size_t bytes_moved = 0;
+  bool is_abandoned = false;  // nobody waits for it any more
 };
 
 constexpr int kAnyRank = -1;

@@ -39,6 +39,10 @@ class Runner {
                                         int tag) = 0;
   virtual std::shared_ptr<Request> receive(std::byte* memory, std::size_t bytes, int peer,
                                            int tag) = 0;
+
+  // Ends a wait for this message, on any thread, with an exception; its memory stays in use. False
+  // if this runner cannot.
+  virtual bool abandon(Request&) { return false; }
 };
 
 }  // namespace lockstep::shm

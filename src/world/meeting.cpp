@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/error.h>
+#include <torch/cuda.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -40,6 +41,7 @@ Json to_json(const Record& record) {
           {"pid", member.pid},
           {"start", member.start_time},
           {"local_rank", member.local_rank},
+          {"num_gpus", member.num_gpus},
           {"size", record.size},
           {"engine", record.engine},
           {"build", record.build}};
@@ -54,7 +56,8 @@ Record record_from(const std::string& text) {
                    .network_id = json.at("network_id"),
                    .pid = json.at("pid"),
                    .start_time = json.at("start"),
-                   .local_rank = json.at("local_rank")};
+                   .local_rank = json.at("local_rank"),
+                   .num_gpus = json.at("num_gpus")};
   record.size = json.at("size");
   record.engine = json.at("engine");
   record.build = json.at("build");
@@ -82,7 +85,8 @@ class Participant {
                     .network_id = this_network_id(),
                     .pid = process.pid,
                     .start_time = process.start_time,
-                    .local_rank = placement.local_rank.value_or(-1)};
+                    .local_rank = placement.local_rank.value_or(-1),
+                    .num_gpus = std::max<int>(torch::cuda::device_count(), 0)};
     self_.size = placement.size;
     self_.engine = engine;
     self_.build = this_build();

@@ -29,8 +29,8 @@ struct Check {
 };
 
 // Runs all checks of this program on `size` ranks, up to the first that fails.
-inline void run_checks(int size, const JoinOptions& options = {}) {
-  EXPECT_TRUE(all_passed(run_ranks(size, [&](int) {
+inline void run_checks(int size, const JoinOptions& options = {}, const RankOptions& ranks = {}) {
+  const auto body = [&](int) {
     const World world = World::join(options);
     for (const Check* check : Check::all()) {
       SCOPED_TRACE(check->name);
@@ -41,7 +41,8 @@ inline void run_checks(int size, const JoinOptions& options = {}) {
       }
       ASSERT_FALSE(testing::Test::HasFailure());
     }
-  })));
+  };
+  EXPECT_TRUE(all_passed(run_ranks(size, body, ranks)));
 }
 
 }  // namespace lockstep::test

@@ -1,14 +1,18 @@
 // DistributedDataParallel: the contract, over engines, sizes, buckets, and shapes of graphs.
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <lockstep/lockstep.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/optim.h>
 
 #include <cstdlib>
+#include <numeric>
 
 #include "multiprocess/checks.h"
 #include "multiprocess/ddp_model.h"
+#include "support/net_hosts.h"
 #include "support/run_ranks.h"
 
 namespace lockstep {
@@ -672,6 +676,24 @@ INSTANTIATE_TEST_SUITE_P(Engines, Ddp,
                          });
 
 TEST_P(Ddp, KeepsTheContract) { run_checks(GetParam().second, {.engine = GetParam().first}); }
+
+// Ranks on each host; hosts are network namespaces.
+class DdpOnHosts : public testing::TestWithParam<std::vector<int>> {};
+INSTANTIATE_TEST_SUITE_P(Hosts, DdpOnHosts,
+                         testing::Values(std::vector{1, 1}, std::vector{2, 2}, std::vector{1, 3},
+                                         std::vector{2, 1, 1}, std::vector{1, 1, 1, 1}),
+                         [](const auto& one) {
+                           return fmt::format("{}", fmt::join(one.param, "_"));
+                         });
+
+TEST_P(DdpOnHosts, KeepsTheContract) {
+  if (const std::string reason = test::NetHosts::why_not(); !reason.empty()) GTEST_SKIP() << reason;
+  const std::vector<int>& ranks = GetParam();
+  const test::NetHosts hosts(static_cast<int>(ranks.size()));
+  test::RankOptions options = test::on_network(hosts, ranks);
+  options.deadline = std::chrono::seconds(110);
+  run_checks(std::accumulate(ranks.begin(), ranks.end(), 0), {}, options);
+}
 
 }  // namespace
 }  // namespace lockstep

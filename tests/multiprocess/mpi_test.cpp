@@ -60,6 +60,48 @@ E expect_error(const std::function<void()>& f) {
   throw std::runtime_error("nothing was thrown");
 }
 
+// Under mpirun several hosts are connected by its MPI.
+TEST(MpiEngine, ConnectsHostsByDefault) {
+  const auto results = run_ranks(
+      3,
+      [](int rank) {
+        ::setenv("LOCKSTEP_HOST_ID", rank == 1 ? "b" : "a", 1);
+        const World world = World::join();
+        EXPECT_EQ(world.backend()->getBackendName(), "hierarchical:mpi");
+        expect_sum(world);
+        expect_sum(world.duplicate());
+      },
+      mpirun(3));
+  EXPECT_TRUE(all_passed(results));
+  EXPECT_NE(results[0].output.find("3 ranks on 2 hosts, started by OpenMPI; engine: "
+                                   "hierarchical:mpi (several hosts, with the MPI between them"),
+            std::string::npos)
+      << results[0].output;
+}
+
+// Messages with one tag arrive in the order sent, however many receives wait for them.
+TEST(MpiEngine, KeepsTheOrderOfMessagesWithOneTag) {
+  EXPECT_TRUE(all_passed(run_ranks(
+      2,
+      [](int rank) {
+        const World world = World::join({.engine = "mpi", .timeout = seconds(30)});
+        std::vector<at::Tensor> tensors;
+        std::vector<c10::intrusive_ptr<c10d::Work>> works;
+        for (int i = 1; i <= 400; ++i) {
+          tensors.push_back(rank == 0 ? at::zeros({i * 37}) : at::full({i * 37}, i, at::kFloat));
+          std::vector<at::Tensor> one = {tensors.back()};
+          works.push_back(rank == 0 ? world.backend()->recv(one, 1, 5)
+                                    : world.backend()->send(one, 0, 5));
+        }
+        for (std::size_t i = 0; i < works.size(); ++i) {
+          works[i]->wait();
+          EXPECT_EQ(tensors[i].min().item<int>(), static_cast<int>(i) + 1);
+        }
+        world.barrier();
+      },
+      mpirun(2))));
+}
+
 class Threads : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Levels, Threads,
                          testing::Values(MPI_THREAD_SERIALIZED, MPI_THREAD_MULTIPLE));

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <memory>
+#include <sstream>
 #include <stdexcept>
 
 namespace lockstep::test {
@@ -27,6 +27,9 @@ std::string run(const std::string& command) {
   return output;
 }
 
+// In ranks (run_ranks.h), which are copies of the test.
+bool is_rank() { return std::getenv("LOCKSTEP_TEST_RANK") != nullptr; }
+
 constexpr const char* kPrefix = "lockstep-test-";
 
 // Left behind by tests that were killed: their names end in the number of a process that is gone.
@@ -44,6 +47,7 @@ void remove_old() {
 
 NetHosts::NetHosts(int count, const std::string& rate)
     : count_(count), name_(fmt::format("{}{}", kPrefix, ::getpid())) {
+  if (is_rank()) return;
   remove_old();
   const std::string net = name_of(-1);
   run("ip netns add " + net);
@@ -53,7 +57,8 @@ NetHosts::NetHosts(int count, const std::string& rate)
     const std::string name = name_of(host);
     run("ip netns add " + name);
     run(fmt::format("ip -n {} link set lo up", name));
-    run(fmt::format("ip -n {} link add cable type veth peer name port{} netns {}", name, host, net));
+    run(fmt::format("ip -n {} link add cable type veth peer name port{} netns {}", name, host,
+                    net));
     run(fmt::format("ip -n {} link set port{} master switch up", net, host));
     run(fmt::format("ip -n {} addr add {}/24 dev cable", name, address(host)));
     run(fmt::format("ip -n {} link set cable up", name));
@@ -62,6 +67,7 @@ NetHosts::NetHosts(int count, const std::string& rate)
 }
 
 NetHosts::~NetHosts() {
+  if (is_rank()) return;
   for (int host = -1; host < count_; ++host) {
     try {
       run("ip netns del " + name_of(host));
@@ -77,12 +83,46 @@ std::string NetHosts::name_of(int host) const {
 
 std::string NetHosts::address(int host) const { return fmt::format("10.77.0.{}", host + 1); }
 
+std::string NetHosts::host_name(int host) { return fmt::format("testhost{}", host); }
+
 std::vector<std::string> NetHosts::prefix(int host) const {
-  return {"ip", "netns", "exec", name_of(host)};
+  return {"ip",
+          "netns",
+          "exec",
+          name_of(host),
+          "unshare",
+          "--uts",
+          "sh",
+          "-c",
+          fmt::format("echo {} > /proc/sys/kernel/hostname && exec \"$@\"", host_name(host)),
+          "sh"};
+}
+
+std::string NetHosts::why_not() {
+  if (is_rank()) return {};
+  if (::geteuid() != 0) return "network namespaces need root";
+  try {
+    const std::string name = fmt::format("{}{}-try", kPrefix, ::getpid());
+    run(fmt::format("ip netns add {0} && ip netns del {0}", name));
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
+}
+
+void NetHosts::kill(int host) {
+  std::istringstream pids(run("ip netns pids " + name_of(host)));
+  for (pid_t pid = 0; pids >> pid;) ::kill(pid, SIGKILL);
 }
 
 void NetHosts::cut(int host) {
   run(fmt::format("ip -n {} link set port{} down", name_of(-1), host));
+}
+
+void NetHosts::set_offload(bool is_on) {
+  for (int host = 0; host < count_; ++host) {
+    run(fmt::format("ip -n {} link set cable gso_max_segs {}", name_of(host), is_on ? 65535 : 1));
+  }
 }
 
 void NetHosts::set_rate(int host, const std::string& rate) {
@@ -90,10 +130,15 @@ void NetHosts::set_rate(int host, const std::string& rate) {
                   name_of(host), rate));
 }
 
-std::uint64_t NetHosts::bytes_sent(int host) const {
-  return std::stoull(
-      run(fmt::format("ip netns exec {} cat /sys/class/net/cable/statistics/tx_bytes",
-                      name_of(host))));
+std::vector<std::string> NetHosts::launcher(int host, const std::vector<int>& ranks) const {
+  std::vector<std::string> command = prefix(host);
+  for (const std::string& word : std::vector<std::string>{
+           LOCKSTEP_PROGRAM, "run", "-n", std::to_string(ranks[static_cast<std::size_t>(host)]),
+           "--hosts", std::to_string(ranks.size()), "--host-rank", std::to_string(host), "--master",
+           address(0) + ":29500", "--"}) {
+    command.push_back(word);
+  }
+  return command;
 }
 
 }  // namespace lockstep::test

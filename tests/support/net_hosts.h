@@ -1,10 +1,10 @@
-// NetHosts: hosts of a test: network namespaces of one machine, each with a cable to a switch.
+// NetHosts: hosts of a test or benchmark: network namespaces of one machine, each with a name of
+// its own and a cable to a switch.
 //
 // Namespaces, cables and switch are made here and gone at the end, also those of a test that was
-// killed, when the next one begins. Needs root and iproute2.
+// killed, when the next one begins. Needs root and iproute2. In ranks (run_ranks.h) there are none.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -18,13 +18,22 @@ class NetHosts {
   NetHosts(const NetHosts&) = delete;
   NetHosts& operator=(const NetHosts&) = delete;
 
+  // Why they cannot be here; empty if they can.
+  static std::string why_not();
+
   std::string address(int host) const;
+  static std::string host_name(int host);
   // What runs a command on a host; put it before the command.
   std::vector<std::string> prefix(int host) const;
+  // The same for a command that `lockstep run` starts on each host, so many times on each. Needs
+  // LOCKSTEP_SECRET.
+  std::vector<std::string> launcher(int host, const std::vector<int>& ranks) const;
 
-  void cut(int host);  // pulls the cable
+  void cut(int host);   // pulls the cable
+  void kill(int host);  // all its processes
   void set_rate(int host, const std::string& rate);
-  std::uint64_t bytes_sent(int host) const;  // by its cable, headers included
+  // Off: packets are as they are on a wire, instead of 64 KiB with one header. Costs much time.
+  void set_offload(bool is_on);
 
  private:
   std::string name_of(int host) const;

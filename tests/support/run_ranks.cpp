@@ -24,7 +24,7 @@ constexpr const char* kRankVariable = "LOCKSTEP_TEST_RANK";
 
 // Of a rank that another launcher has started: which one it is.
 int rank_from_launcher() {
-  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}) {
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"}) {
     if (const char* rank = std::getenv(name)) return std::atoi(rank);
   }
   throw std::runtime_error("the launcher sets no rank");
@@ -112,14 +112,15 @@ Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
   }
   const Fd store = make_memfd("lockstep-test-store");
   impl_->deadline = impl_->start + options.deadline;
-  const bool is_launched = !options.launcher.empty();
-  for (int rank = 0; rank < (is_launched ? 1 : size); ++rank) {
+  const bool is_launched = !options.launchers.empty();
+  const int count = is_launched ? static_cast<int>(options.launchers.size()) : size;
+  for (int rank = 0; rank < count; ++rank) {
     Pipe pipe = make_pipe();
     const std::vector<std::string> self = {std::filesystem::read_symlink("/proc/self/exe"),
                                            "--gtest_filter=" + current_test(), "--gtest_brief=1"};
     Command command;
     if (is_launched) {
-      command.arguments = options.launcher;
+      command.arguments = options.launchers[static_cast<std::size_t>(rank)];
       command.arguments.insert(command.arguments.end(), self.begin(), self.end());
     } else if (options.has_place) {
       command = rank_command(self, rank, size, store.get());
@@ -181,14 +182,17 @@ RankOptions on_hosts(const std::string& layout) {
   return options;
 }
 
+bool is_rank() { return std::getenv(kRankVariable) != nullptr; }
+
 RankResults run_ranks(int size, const RankBody& body, const RankOptions& options) {
   return Ranks(size, body, options).wait();
 }
 
 RankOptions mpirun(int size, const std::vector<std::string>& more) {
   RankOptions options;
-  options.launcher = {"mpirun", "-n", std::to_string(size)};
-  options.launcher.insert(options.launcher.end(), more.begin(), more.end());
+  std::vector<std::string> command = {"mpirun", "-n", std::to_string(size)};
+  command.insert(command.end(), more.begin(), more.end());
+  options.launchers = {std::move(command)};
   // As tests run as root in containers and on few cores; only OpenMPI reads these.
   options.variables = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
                        {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},

@@ -38,12 +38,19 @@ struct RankOptions {
   bool has_place = true;                              // false: no variables are set for the ranks
   std::map<std::string, std::string> variables = {};  // set on top, for all ranks
   std::function<std::map<std::string, std::string>(int rank)> rank_variables = {};
-  // A command that starts the ranks itself; there is one result then, the command's.
-  std::vector<std::string> launcher = {};
+  // Commands that start the ranks themselves; the results are those of the commands.
+  std::vector<std::vector<std::string>> launchers = {};
 };
 
 // Ranks that pretend to be on several hosts; a letter for each rank, such as "aab", names its host.
 RankOptions on_hosts(const std::string& layout);
+
+// Whether this process is a rank, on its way to the call of run_ranks.
+bool is_rank();
+
+class NetHosts;
+// Ranks that `lockstep run` starts on each host; so many on each.
+RankOptions on_network(const NetHosts& hosts, const std::vector<int>& ranks);
 
 using RankBody = std::function<void(int rank)>;
 
