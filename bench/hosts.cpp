@@ -1,6 +1,7 @@
 // Several hosts: lockstep's hierarchical engine against flat Gloo and Python's DDP.
 //
-//   build/release/bench/hosts [--hosts 2] [--ranks 2] [--rate 1gbit] [--rounds 3] [--json]
+//   build/release/bench/hosts [--hosts 2] [--ranks 2] [--rate 1gbit] [--rounds 3] [--only gpt]
+//   [--json]
 //
 // Hosts are network namespaces of this machine, with a cable of the given rate to a switch (root,
 // iproute2); `lockstep run` starts the ranks on each, also Python's. In every round all peers have
@@ -36,6 +37,8 @@ struct Options {
   int ranks = 2;
   std::string rate = "1gbit";
   int rounds = 3;
+  std::string only;
+  std::vector<std::string> peers;  // empty: all
   bool is_json = false;
   std::string model;  // in a rank
   std::string peer;
@@ -121,11 +124,13 @@ class Bench {
   int run() {
     print_heading();
     for (const Job& job : kJobs) {
+      if (!options_.only.empty() && options_.only != job.model) continue;
       std::vector<Row> rows;
       for (const std::string& peer : job.peers) {
-        if (!peer.starts_with("python_") || ::access(python_.c_str(), X_OK) == 0) {
-          rows.push_back({peer});
-        }
+        const bool is_chosen = options_.peers.empty() ||
+                               std::ranges::find(options_.peers, peer) != options_.peers.end();
+        const bool can_run = !peer.starts_with("python_") || ::access(python_.c_str(), X_OK) == 0;
+        if (is_chosen && can_run) rows.push_back({peer});
       }
       for (int round = 0; round < options_.rounds; ++round) {
         for (Row& row : rows) {
@@ -265,12 +270,20 @@ int main(int argc, char** argv) try {
   app.add_option("--ranks", options.ranks, "On each host")->check(CLI::Range(1, 8));
   app.add_option("--rate", options.rate, "Of each cable, as tc(8) writes it");
   app.add_option("--rounds", options.rounds, "Runs of each peer")->check(CLI::PositiveNumber);
+  std::vector<std::string> names;
+  for (const Job& job : kJobs) names.emplace_back(job.model);
+  app.add_option("--only", options.only, "Only this")->check(CLI::IsMember(names));
+  app.add_option("--peers", options.peers, "Only these")->delimiter(',');
   app.add_flag("--json", options.is_json, "One JSON object per row");
   app.add_option("--model", options.model)->group("");  // of a rank
   app.add_option("--peer", options.peer)->group("");
   app.add_option("--warm-up", options.warm_up)->group("");
   app.add_option("--steps", options.steps)->group("");
   CLI11_PARSE(app, argc, argv);
+  if (std::getenv("LOCKSTEP_BENCH_QUICK") != nullptr) {
+    options.rounds = 1;
+    if (options.only.empty()) options.only = "all_reduce_1";
+  }
   if (options.model.starts_with(kAllReduce)) {
     all_reduce(options);
   } else if (!options.model.empty()) {

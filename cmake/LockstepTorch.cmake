@@ -28,7 +28,9 @@ there. Set it to an unpacked LibTorch or to a Python installation with PyTorch."
     else()
       find_package(CUDAToolkit QUIET)
       get_filename_component(_lockstep_root "${_lockstep_where}/../../.." ABSOLUTE)
-      if(_lockstep_where AND EXISTS "${_lockstep_root}/lib/libtorch_cuda.so" AND NOT CUDAToolkit_FOUND)
+      # A toolkit may be there in part, as from Python's packages.
+      if(_lockstep_where AND EXISTS "${_lockstep_root}/lib/libtorch_cuda.so" AND
+         NOT (TARGET CUDA::cudart AND TARGET CUDA::cublas AND TARGET CUDA::cufft))
         _lockstep_import_torch(${_lockstep_root})
       else()
         # TorchConfig.cmake warns about libraries that nobody needs.
@@ -51,7 +53,7 @@ LibTorch or to a Python installation with PyTorch (./dev setup makes one).")
   endif()
 endmacro()
 
-# A LibTorch built for CUDA, on a machine without the CUDA toolkit: its own configuration stops
+# A LibTorch built for CUDA, on a machine without the whole CUDA toolkit: its own configuration stops
 # there, but lockstep needs only its libraries.
 function(_lockstep_import_torch root)
   add_library(torch INTERFACE IMPORTED GLOBAL)

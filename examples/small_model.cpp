@@ -33,7 +33,7 @@ int main() try {
     loss.backward();
     optimizer.step();
     if (step % 50 == 0) {
-      const auto mean = world.all_reduce(loss.detach(), lockstep::ReduceOp::AVG).item<double>();
+      const double mean = world.mean(loss);
       if (world.rank() == 0) std::printf("step %3d  loss %.4f\n", step, mean);
     }
   }

@@ -43,6 +43,7 @@ enum class BufferSync { kFromRank0, kMean, kOff };
 struct DdpOptions {
   std::size_t bucket_bytes = 25 << 20;
   std::size_t first_bucket_bytes = 1 << 20;  // small, so that communication begins early
+  // kFromRank0 keeps what rank 0's data says of running means: see kMean, or SyncBatchNorm.
   BufferSync buffers = BufferSync::kFromRank0;
   int check_every = 100;  // steps between comparisons of the replicas; 0: never
   std::shared_ptr<CommHook> hook = {};
@@ -56,7 +57,7 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-// What the last synchronised backward did. Times are of this rank.
+// What the last synchronised backward did. Times are of this rank. Empty in a world of one.
 struct DdpStats {
   std::int64_t steps = 0;  // synchronised backwards so far
   int buckets = 0;
@@ -93,16 +94,18 @@ class LOCKSTEP_API DistributedDataParallel {
   // Collective. Compares names, types, shapes, strides and options over ranks, then gives every
   // rank rank 0's parameters and buffers. Throws: UsageError (nothing to train), MismatchError
   // (ranks differ: both sides are shown).
-  DistributedDataParallel(std::shared_ptr<torch::nn::Module> model, World world,
-                          DdpOptions options = {});
+  // The result must live as long as the training: with it the averaging ends.
+  [[nodiscard]] DistributedDataParallel(std::shared_ptr<torch::nn::Module> model, World world,
+                                        DdpOptions options = {});
   template <typename Contained>
-  DistributedDataParallel(const torch::nn::ModuleHolder<Contained>& model, World world,
-                          DdpOptions options = {})
+  [[nodiscard]] DistributedDataParallel(const torch::nn::ModuleHolder<Contained>& model,
+                                        World world, DdpOptions options = {})
       : DistributedDataParallel(std::shared_ptr<torch::nn::Module>(model.ptr()), std::move(world),
                                 std::move(options)) {}
   // For programs without a torch::nn::Module. Tensors that do not require a gradient are only sent.
-  DistributedDataParallel(std::vector<NamedTensor> parameters, World world, DdpOptions options = {},
-                          std::vector<NamedTensor> buffers = {});
+  [[nodiscard]] DistributedDataParallel(std::vector<NamedTensor> parameters, World world,
+                                        DdpOptions options = {},
+                                        std::vector<NamedTensor> buffers = {});
   DistributedDataParallel(DistributedDataParallel&&) noexcept = default;
   DistributedDataParallel& operator=(DistributedDataParallel&&) noexcept = default;
 
@@ -111,7 +114,8 @@ class LOCKSTEP_API DistributedDataParallel {
 
   // Backwards keep their gradients local until the result is gone: `auto guard = ddp.no_sync();`
   [[nodiscard]] NoSync no_sync();
-  // From now on every k-th backward averages, the others add up locally.
+  // From now on every k-th backward averages, the others add up locally: divide each loss by k for
+  // a mean over all of them.
   void accumulate(int k);
 
   // The number of samples behind the gradients of the next synchronised backward, so that ranks
@@ -129,7 +133,8 @@ class LOCKSTEP_API DistributedDataParallel {
   // Throws: MismatchError that names the first tensor and the ranks that differ.
   void check_replicas();
 
-  // Backwards whose gradients are still this rank's own, since the last synchronised one.
+  // Backwards whose gradients are still this rank's own, since the last synchronised one. Always 0
+  // in a world of one, where nothing is averaged: count steps to know when to call the optimizer.
   int num_pending() const;
 
   // For stops that all ranks must agree on (Checkpointer::on_signal): `is_asked` is called in every

@@ -5,6 +5,7 @@
 
 #include <lockstep/backend.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -21,9 +22,8 @@ Backend make_solo(const EngineContext& context);
 
 // All ranks on one host, connected by shared memory.
 Backend make_shm(const EngineContext& context);
-// `host`: its name, if there are others.
 std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
-                                              const std::string& host);
+                                              std::function<std::string(int)> describe);
 
 // Ranks of any hosts: shared memory inside each, and between them another engine of that name.
 Backend make_hierarchical(const EngineContext& context, const std::string& between);

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "backend/describe.h"
 #include "backend/engines.h"
 #include "backend/hierarchy.h"
 #include "backend/tensor_engine.h"
@@ -30,8 +31,10 @@ Backend make_hierarchical(const EngineContext& context, const std::string& betwe
   const HostLayout layout(context.rank, context.members);
   EngineContext across = context;
   across.store = c10::make_intrusive<c10d::PrefixStore>("between", context.store);
-  const auto local = connect_by_memory(
-      part_of_host(context, layout), context.members[static_cast<std::size_t>(context.rank)].host);
+  const auto local =
+      connect_by_memory(part_of_host(context, layout), [members = context.members](int rank) {
+        return describe(members[static_cast<std::size_t>(rank)]);
+      });
   const auto hierarchy =
       std::make_shared<Hierarchy>(context, local, make_wire_engine(between, across));
   return c10::make_intrusive<TensorEngine>("hierarchical:" + between, hierarchy, local);

@@ -44,6 +44,7 @@ void HostSteps::run(Operation operation, std::uint64_t number) {
   // have different tags, and find out by their headers.
   tag_ = Wire::kFirstOperationTag +
          static_cast<int>(hash_bytes(&header_, sizeof header_) % kNumTags) * 2;
+  wire_.begin_operation();
   compare_here();
   begin_comparing_hosts();
   if (operation_.count != 0) run_steps();
@@ -52,6 +53,7 @@ void HostSteps::run(Operation operation, std::uint64_t number) {
     local_.wait(*start_here(Kind::kBarrier, 0, 0, nullptr, nullptr));
   }
   operation_.owner.reset();
+  local_.say_waiting_outside(-1);
 }
 
 void HostSteps::run_steps() {
@@ -270,9 +272,8 @@ void HostSteps::wait(std::vector<Parcel>& parcels) {
 }
 
 void HostSteps::wait(Parcel& parcel) {
-  local_.say_waiting_outside(parcel.peer);
+  local_.say_waiting_outside(parcel.peer);  // until the operation ends: more will follow
   wire_.wait(parcel, operation_);
-  local_.say_waiting_outside(-1);
 }
 
 void HostSteps::wait(std::vector<LocalRequest>& requests) {

@@ -11,7 +11,7 @@
 namespace lockstep {
 
 std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
-                                              const std::string& host) {
+                                              std::function<std::string(int)> describe) {
   int round = 0;
   const shm::Exchange exchange = [&](const std::string& mine) {
     const std::string prefix = fmt::format("shm/{}/", round++);
@@ -29,12 +29,12 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
                                                         .size = context.size(),
                                                         .timeout = context.timeout,
                                                         .names = std::move(names),
-                                                        .host = host},
+                                                        .describe = std::move(describe)},
                                       exchange);
 }
 
 Backend make_shm(const EngineContext& context) {
-  const auto group = connect_by_memory(context, "");
+  const auto group = connect_by_memory(context, {});
   return c10::make_intrusive<TensorEngine>("shm", group, group);
 }
 

@@ -71,10 +71,16 @@ Parcel Wire::receive(int peer, std::byte* memory, std::size_t bytes, int tag, Ow
   }
 }
 
+void Wire::begin_operation() {
+  const std::lock_guard lock(mutex_);
+  first_wait_.reset();
+}
+
 void Wire::wait(Parcel& parcel, const shm::Operation& operation) {
   {
     const std::lock_guard lock(mutex_);
-    waiting_ = {parcel.peer, Clock::now()};
+    if (!first_wait_) first_wait_ = Clock::now();
+    waiting_ = {parcel.peer, *first_wait_};
   }
   wait(parcel, timeout_ + kGrace, [&] { return operation.text(); });
   const std::lock_guard lock(mutex_);

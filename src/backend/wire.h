@@ -51,6 +51,8 @@ class Wire {
   using Owner = std::shared_ptr<const void>;
   Parcel send(int peer, const std::byte* memory, std::size_t bytes, int tag, Owner owner);
   Parcel receive(int peer, std::byte* memory, std::size_t bytes, int tag, Owner owner);
+  // The waits that follow are one operation's, and have one deadline.
+  void begin_operation();
   // Throws ConnectionLost, TimeoutError, WireInterrupted; messages name the operation.
   void wait(Parcel& parcel, const shm::Operation& operation);
 
@@ -60,7 +62,7 @@ class Wire {
   // Ends the waits that are under way, and all later ones.
   void interrupt() noexcept;
 
-  // Whom wait() has been waiting for, since when.
+  // Whom wait() is waiting for, and since when the operation has waited.
   struct Waiting {
     int peer = -1;
     std::chrono::steady_clock::time_point since = {};
@@ -111,6 +113,7 @@ class Wire {
   mutable std::mutex mutex_;
   std::vector<c10d::Work*> waited_for_;
   std::optional<Waiting> waiting_;
+  std::optional<std::chrono::steady_clock::time_point> first_wait_;  // of the operation
   bool is_interrupted_ = false;
 };
 

@@ -31,8 +31,9 @@ struct PlanLimits {
 };
 
 // Fills buckets in the given order of slots, one open bucket per type and device; a bucket is
-// closed once it holds the limit, so a tensor is never cut. Buckets come in the order in which they
-// will be complete.
+// closed once it holds the limit, so a tensor is never cut. The limit is also half of what is left,
+// but not less than the first bucket's: so the last buckets, which travel when backward has ended
+// and nothing hides them, are small. Buckets come in the order in which they will be complete.
 std::vector<BucketPlan> plan_buckets(const std::vector<SlotShape>& shapes,
                                      const std::vector<std::size_t>& order,
                                      const PlanLimits& limits);

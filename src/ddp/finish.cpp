@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/log.h"
 #include "ddp/agreement.h"
 #include "ddp/packed.h"
 #include "ddp/reducer.h"
@@ -57,6 +58,7 @@ void Reducer::finish() {
     phase_ = Phase::kIdle;
     return;
   }
+  look_at_first_gradients();
   scale_by_weights();
   if (control_[kLate] > 0) add_late();
   hand_out_gradients();
@@ -94,6 +96,7 @@ void Reducer::write_control() {
   set(kProblem, problem_.empty() ? 0 : 1);
   set(kWeighted, weight_ == 1 ? 0 : 1);
   set(kNeedsState, needs_state_ ? 1 : 0);
+  set(kDiffers, differs_ ? 1 : 0);
   set(kStop, is_asked_to_stop_ && is_asked_to_stop_() ? 1 : 0);
   set(active_at(world_.rank()), is_joined_ ? 0 : 1);
   set(time_at(world_.rank()), std::min(ms_between(last_end_, Clock::now()), kMaxMs));
@@ -144,6 +147,25 @@ void Reducer::reset() {
   weight_ = 1;
   num_local_ = 0;
   phase_ = Phase::kIdle;
+}
+
+// Ranks that read the same data, because somebody has forgotten the sampler, do the same work N
+// times and nothing looks wrong. Their gradients tell: in the first step each compares its own with
+// the mean, in the second all know what the others have found.
+void Reducer::look_at_first_gradients() {
+  if (first_gradients_.defined()) {
+    const at::Tensor& mean = buckets_.all().front().flat;
+    const auto largest = mean.abs().max().item<double>();
+    const auto difference = (first_gradients_ - mean).abs().max().item<double>();
+    differs_ = !(largest > 0 && difference <= 1e-6 * largest);
+    first_gradients_.reset();
+  } else if (stats_.steps == 1 && control_[kDiffers] <= 0 && world_.rank() == 0) {
+    Log(world_.rank())
+        .warning(
+            "All ranks had the same gradients in the first step: they seem to read the same data, "
+            "and do the same work {} times. Give each its own part, with DistributedSampler.",
+            world_.size());
+  }
 }
 
 // The mean was taken as if all ranks had weight 1. Weights are whole numbers that need more digits

@@ -296,6 +296,7 @@ void Reducer::post(Bucket& bucket) {
       bucket.complete = options_.hook->start(std::move(view), hook_comm_);
       return;
     }
+    if (stats_.steps == 0 && index == 0 && weight_ == 1) first_gradients_ = bucket.flat.clone();
     if (index + 1 == buckets_.all().size()) write_control();
     bucket.work = start_mean(bucket.wire);
   } catch (...) {

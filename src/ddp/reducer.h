@@ -54,7 +54,15 @@ class Reducer {
   // Numbers that travel with the last bucket; after the reduction, more than 0 if any rank gave 1.
   // Then follow, by rank, whether it has data and its step's time, and, by slot, who has a
   // gradient.
-  enum Control : std::int64_t { kProblem, kWeighted, kLate, kNeedsState, kStop, kNumFlags };
+  enum Control : std::int64_t {
+    kProblem,
+    kWeighted,
+    kLate,
+    kNeedsState,
+    kStop,
+    kDiffers,
+    kNumFlags
+  };
   std::int64_t active_at(int rank) const { return kNumFlags + rank; }
   std::int64_t time_at(int rank) const { return kNumFlags + world_.size() + rank; }
   std::int64_t present_at(std::size_t slot) const {
@@ -91,6 +99,7 @@ class Reducer {
   void throw_problems();
   void add_late();
   void scale_by_weights();
+  void look_at_first_gradients();
   void reduce_sparse(std::size_t index);
   void hand_out_gradients();
   void sync_buffers();
@@ -133,7 +142,9 @@ class Reducer {
   bool is_joined_ = false;
   bool needs_state_ = false;
   std::function<bool()> is_asked_to_stop_;
-  bool must_stop_ = false;  // as all ranks agreed in the last step
+  bool must_stop_ = false;      // as all ranks agreed in the last step
+  at::Tensor first_gradients_;  // this rank's own, of the first bucket of the first step
+  bool differs_ = true;         // whether they were other than the mean
   int num_active_ = 0;
   int first_active_ = 0;
   std::vector<std::size_t> ready_order_;  // of the first step

@@ -260,7 +260,9 @@ void Host::stop(const Cause& cause) {
   if (cause_) return;
   cause_ = cause;
   if (!is_running_) return;
-  signal_all(cause.signal);
+  // Who kills the launcher of one host has not killed the ranks of the others: they may save.
+  const bool is_elsewhere = cause.host_rank != options_.host_rank;
+  signal_all(cause.signal == SIGKILL && is_elsewhere ? SIGTERM : cause.signal);
   signal_all(SIGCONT);  // one that is stopped hears nothing
   kill_timer_ = loop_.after(options_.stop_grace, [this] { kill_now(); });
 }

@@ -240,9 +240,13 @@ void Group::wait_locked(std::unique_lock<std::mutex>& lock, const Request& reque
       if (now - start >= timeout) time_out(request, timeout, now - start);
       if (now - start >= kFirstWarning && !has_warned) {
         has_warned = true;
+        std::vector<int> missing;
+        for (const int peer : missing_ranks()) missing.push_back(name(peer));
+        const bool is_known = !request.is_mail && !missing.empty();
         Log(name(rank()))
-            .warning("{} has been waiting for other ranks for {} s",
+            .warning("{} has been waiting for {} for {} s",
                      request.is_mail ? text_of_mail(request) : request.operation.text(),
+                     is_known ? fmt::format("rank {}", fmt::join(missing, ", ")) : "other ranks",
                      kFirstWarning.count());
       }
       lock.unlock();
@@ -268,8 +272,8 @@ void Group::check_peers(std::uint64_t number) {
 }
 
 std::string Group::describe(int peer) const {
-  return fmt::format("rank {} ({}pid {})", name(peer),
-                     options_.host.empty() ? "" : fmt::format("host {}, ", options_.host),
+  if (options_.describe) return options_.describe(name(peer));
+  return fmt::format("rank {} (pid {})", name(peer),
                      processes_[static_cast<std::size_t>(peer)].pid);
 }
 
@@ -280,7 +284,7 @@ void Group::check_peer(int peer, const std::string& what) {
       .rank = name(rank()), .peer = name(peer), .operation = what.substr(0, what.find(' '))};
   const RankState state = theirs.state.load();
   if (state == RankState::kFailed) {
-    throw_because(options_.host.empty() ? fmt::format("rank {}", name(peer)) : describe(peer),
+    throw_because(options_.describe ? describe(peer) : fmt::format("rank {}", name(peer)),
                   {static_cast<ErrorKind>(theirs.failure_kind), theirs.failure_peer, theirs.reason},
                   place);
   }
@@ -326,20 +330,24 @@ void Group::time_out(const Request& request, std::chrono::milliseconds timeout,
                     text_of_mail(request), seconds));
   }
   const std::string what = request.operation.text();
-  std::vector<int> missing;
+  int culprit = -1;
+  std::string whom;
   for (const int peer : missing_ranks()) {
-    if (control(peer).waits_outside.load() != 0 && waited < timeout + kPatienceForOthers) return;
-    missing.push_back(name(peer));
+    const int outside = control(peer).waits_outside.load() - 1;
+    if (outside >= 0 && waited < timeout + kPatienceForOthers) return;
+    if (culprit < 0) culprit = outside >= 0 ? outside : name(peer);
+    whom += fmt::format("{}{}", whom.empty() ? "rank " : ", ", name(peer));
+    if (outside >= 0 && options_.describe) {
+      whom += fmt::format(", which waits for {}", options_.describe(outside));
+    }
   }
   throw TimeoutError(
-      {.rank = name(rank()),
-       .peer = missing.empty() ? -1 : missing.front(),
-       .operation = what.substr(0, what.find(' '))},
-      fmt::format("{} waited {:.1f} s for {}.\nCheck what it is doing, make the same calls in the "
-                  "same order on all ranks, or raise JoinOptions::timeout.",
-                  what, seconds,
-                  missing.empty() ? std::string("a rank that was stopped in the middle of it")
-                                  : fmt::format("rank {}", fmt::join(missing, ", "))));
+      {.rank = name(rank()), .peer = culprit, .operation = what.substr(0, what.find(' '))},
+      fmt::format(
+          "{} waited {:.1f} s for {}.\nCheck what it is doing, make the same calls in the "
+          "same order on all ranks, or raise JoinOptions::timeout.",
+          what, seconds,
+          whom.empty() ? std::string("a rank that was stopped in the middle of it") : whom));
 }
 
 void Group::throw_if_failed() const {

@@ -35,7 +35,8 @@ struct GroupOptions {
   std::chrono::nanoseconds spin = std::chrono::microseconds(50);
   Simd simd = best_simd();
   std::vector<int> names = {};  // what messages call the ranks; empty: 0 to size - 1
-  std::string host = {};        // its name, if there are others
+  // With other hosts: what messages call a rank of any, by its name.
+  std::function<std::string(int name)> describe = {};
 };
 
 // Gives every rank the texts of all ranks, in the order of ranks. Used while a group is made.
@@ -69,8 +70,8 @@ class Group final : public Runner {
   // For one that waits elsewhere, for `what`: throws if a rank has failed, or has died before it
   // left.
   void look_around(const std::string& what);
-  // Says that this rank waits for one outside the group, by its name; -1: for none. Those who wait
-  // for this rank then let it say first that it has waited too long.
+  // Says that this rank waits for one outside the group, by its name; -1: for none any more. Those
+  // who wait for this rank then let it say first that it has waited too long.
   void say_waiting_outside(int name) noexcept { self().waits_outside.store(name + 1); }
   // Ends the group with `error`, which the others are told. Waiting threads throw it, too.
   void give_up(std::exception_ptr error) noexcept;

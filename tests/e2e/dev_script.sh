@@ -2,7 +2,7 @@
 # The script's own behaviour: help, unknown verbs, and set-up without root.
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 
-for verb in setup build demo test bench check format; do
+for verb in setup build demo test bench docs check format; do
   expect "./dev $verb" ./dev
 done
 refuse "there is no verb 'tset'" ./dev tset

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <iostream>
 #include <thread>
 
@@ -148,6 +149,32 @@ TEST(DdpMisuse, AStepBeforeAveragingIsAnError) {
     expect_error<UsageError>([&] { backward(model, world); },
                              {"first.weight was changed while its gradient was not averaged"});
   });
+}
+
+// Who forgets the sampler trains on the same data everywhere, and is told so.
+TEST(DdpMisuse, TheSameDataOnAllRanksIsNoticed) {
+  for (const bool is_same : {true, false}) {
+    if (test::is_rank() && (std::getenv("SAME_DATA") != nullptr) != is_same) continue;
+    test::RankOptions options;
+    if (is_same) options.variables["SAME_DATA"] = "1";
+    const auto results = test::run_ranks(
+        3,
+        [&](int rank) {
+          const World world = World::join();
+          Net model;
+          DistributedDataParallel ddp(model, world);
+          for (int step = 0; step < 3; ++step) {
+            model->zero_grad();
+            loss_of(model->forward(batch(is_same ? 0 : rank))).backward();
+          }
+        },
+        options);
+    EXPECT_TRUE(test::all_passed(results));
+    EXPECT_EQ(results[0].output.find("they seem to read the same data") != std::string::npos,
+              is_same)
+        << results[0].output;
+    EXPECT_EQ(results[1].output.find("same data"), std::string::npos);
+  }
 }
 
 TEST(DdpMisuse, TwoThreadsAtOnceAreRefused) {

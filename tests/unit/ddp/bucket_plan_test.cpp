@@ -28,6 +28,17 @@ TEST(BucketPlan, ClosesABucketOnceItHoldsTheLimit) {
   EXPECT_TRUE(plan_buckets(shapes, {}, {128, 64}).empty());
 }
 
+TEST(BucketPlan, EndsWithSmallBuckets) {
+  const std::vector<SlotShape> shapes(100, {1 << 18});  // 1 MiB each
+  Order order(shapes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::size_t> sizes;
+  for (const BucketPlan& plan : plan_buckets(shapes, order, {25 << 20, 1 << 20})) {
+    sizes.push_back(plan.slots.size());
+  }
+  EXPECT_EQ(sizes, (std::vector<std::size_t>{1, 25, 25, 25, 12, 6, 3, 2, 1}));
+}
+
 TEST(BucketPlan, KeepsTypesAndDevicesApartInTheOrderOfCompletion) {
   const std::vector<SlotShape> shapes = {{16, at::kFloat},
                                          {16, at::kDouble},
