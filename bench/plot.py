@@ -78,7 +78,7 @@ def scaling(rows, folder):
     left.plot(counts, counts, color=COLOURS["paper"], linestyle=":", label="as many times as ranks")
     left.plot(*zip(*ranks), marker="o", color=COLOURS["lockstep"], label="fashion_mnist")
     left.set_xticks(counts)
-    left.set(xlabel="ranks of one host", ylabel="times one rank's samples/s", title="Ranks")
+    left.set(xlabel="ranks of one host", ylabel="times one rank's samples/s", title="Ranks", ylim=(0, None))
     left.legend(frameon=False)
     hosts = [row for row in rows if row["over"] == "hosts"]
     for engine, label, colour in (("hierarchical", "lockstep", "lockstep"), ("gloo", "flat Gloo", "gloo")):
@@ -89,7 +89,7 @@ def scaling(rows, folder):
         paper = sorted({(row["count"], row["paper_ms"]) for row in hosts})
         right.plot(*zip(*paper), color=COLOURS["paper"], linestyle=":", label="on paper")
         right.set_xticks([count for count, _ in paper])
-    right.set(xlabel="hosts, 1 Gbit/s each", ylabel="ms", title="All-reduce of 25 MiB", ylim=(0, None))
+    right.set(xlabel="hosts, 1 Gbit/s each", ylabel="ms", title="All-reduce of 25 MiB, 2 ranks on each", ylim=(0, None))
     right.legend(frameon=False)
     save(figure, folder, "scaling.svg")
 

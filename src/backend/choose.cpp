@@ -154,6 +154,7 @@ Backend make_engine(const std::string& asked_for, const EngineContext& context) 
   std::string known;
   for (const Row& row : kTable) {
     if (name == row.name || (is_over && row.make == make_preferred_hierarchical)) {
+      if (!row.why_not().empty()) throw_not_built(context.rank, name, row.why_not());
       if (!row.fits(context)) {
         throw UsageError({.rank = context.rank, .operation = "join"},
                          fmt::format("The engine '{}' cannot connect these {} ranks.\n"

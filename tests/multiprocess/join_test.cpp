@@ -265,7 +265,12 @@ TEST(Join, ARankThatDiesWhileJoining) {
 
 TEST(Join, AnEngineThatDoesNotExist) {
   expect_join_error<UsageError>(
-      {.engine = "pigeon"}, {"There is no engine 'pigeon'", "auto, solo, shm, hierarchical, gloo"});
+      {.engine = "pigeon"},
+      {"There is no engine 'pigeon'", "auto, solo, nccl, shm, hierarchical, gloo"});
+}
+
+TEST(Join, AnEngineThatIsNotBuilt) {
+  expect_join_error<UsageError>({.engine = "nccl"}, {"The engine 'nccl' is not in this build: "});
 }
 
 TEST(Join, AGlooTransportThatThisLibTorchDoesNotHave) {
