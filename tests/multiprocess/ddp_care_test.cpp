@@ -47,9 +47,9 @@ TEST(DdpConstruction, RanksThatDifferSeeBothSides) {
                           DdpOptions options = {}) {
       const at::Tensor tensor = world.rank() == 2 ? mine : others;
       return [=, &world] {
-        DistributedDataParallel({{"first", torch::ones({2}).requires_grad_()},
-                                 {world.rank() == 2 ? name : "w", tensor}},
-                                world, options);
+        const DistributedDataParallel ddp({{"first", torch::ones({2}).requires_grad_()},
+                                           {world.rank() == 2 ? name : "w", tensor}},
+                                          world, options);
       };
     };
     const auto trained = [](at::Tensor tensor) { return tensor.requires_grad_(); };
@@ -73,21 +73,21 @@ TEST(DdpConstruction, RanksThatDifferSeeBothSides) {
         [&] {
           std::vector<NamedTensor> all = {{"a", torch::ones({2}).requires_grad_()}};
           if (world.rank() == 1) all.push_back({"b", torch::ones({2})});
-          DistributedDataParallel(all, world);
+          const DistributedDataParallel ddp(all, world);
         },
         {"rank 0: nothing more", "rank 1: parameter b"});
     expect_error<UsageError>(
         [&] {
-          DistributedDataParallel({{"a", torch::ones({2})}}, world);
+          const DistributedDataParallel ddp({{"a", torch::ones({2})}}, world);
         },
         {"None of the 1 parameters requires a gradient"});
     expect_error<UsageError>(
         [&] {
-          DistributedDataParallel({{"a", torch::ones({2}).requires_grad_() * 2}}, world);
+          const DistributedDataParallel ddp({{"a", torch::ones({2}).requires_grad_() * 2}}, world);
         },
         {"parameter a is the result of a computation"});
     expect_error<UsageError>(
-        [&] { DistributedDataParallel(std::shared_ptr<torch::nn::Module>(), world); },
+        [&] { const DistributedDataParallel ddp(std::shared_ptr<torch::nn::Module>(), world); },
         {"There is no model"});
     world.barrier();  // all of that left the world in order
   });
