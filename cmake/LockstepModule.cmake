@@ -23,30 +23,40 @@ if(LOCKSTEP_SANITIZE)
 endif()
 target_link_libraries(lockstep_flags INTERFACE fmt::fmt-header-only Threads::Threads)
 
-# One way to compile for every target, so that all of them can share the precompiled header.
+# One way to compile for every target, so that all of them can share the precompiled headers. TEST:
+# as fast as possible, with all of LibTorch's headers.
 function(lockstep_compile_as_ours target)
-  cmake_parse_arguments(arg "TORCH" "" "" ${ARGN})
+  cmake_parse_arguments(arg "TORCH;TEST" "" "" ${ARGN})
   set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden
                         VISIBILITY_INLINES_HIDDEN ON CXX_EXTENSIONS OFF)
   target_compile_options(${target} PRIVATE -fPIC)  # programs too: -fPIE has other precompiled headers
   target_include_directories(${target} PUBLIC
                              $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>)
   target_link_libraries(${target} PRIVATE lockstep_flags)
-  if(arg_TORCH)
-    target_link_libraries(${target} PUBLIC torch PRIVATE nlohmann_json::nlohmann_json)
-    if(LOCKSTEP_PRECOMPILE)
-      if(NOT TARGET lockstep_torch_header)
-        file(WRITE ${PROJECT_BINARY_DIR}/torch_header.cpp "")
-        add_library(lockstep_torch_header OBJECT ${PROJECT_BINARY_DIR}/torch_header.cpp)
-        set(LOCKSTEP_PRECOMPILE OFF)
-        lockstep_compile_as_ours(lockstep_torch_header TORCH)
-        # Not torch/torch.h: its precompiled form takes 7 s to load, this one 3 s.
-        target_precompile_headers(lockstep_torch_header PRIVATE
-                                  <torch/csrc/distributed/c10d/Backend.hpp>)
-      endif()
-      target_precompile_headers(${target} REUSE_FROM lockstep_torch_header)
-    endif()
+  if(NOT arg_TORCH)
+    return()
   endif()
+  target_link_libraries(${target} PUBLIC torch PRIVATE nlohmann_json::nlohmann_json)
+  set(header lockstep_torch_header)
+  set(options TORCH)
+  if(arg_TEST)
+    target_compile_options(${target} PRIVATE -O0)
+    set(header lockstep_test_header)
+    list(APPEND options TEST)
+  endif()
+  if(NOT LOCKSTEP_PRECOMPILE)
+    return()
+  endif()
+  if(NOT TARGET ${header})
+    file(WRITE ${PROJECT_BINARY_DIR}/${header}.cpp "")
+    add_library(${header} OBJECT ${PROJECT_BINARY_DIR}/${header}.cpp)
+    set(LOCKSTEP_PRECOMPILE OFF)
+    lockstep_compile_as_ours(${header} ${options})
+    # In the library not torch/torch.h: its precompiled form takes 7 s to load, this one 3 s.
+    target_precompile_headers(${header} PRIVATE <torch/csrc/distributed/c10d/Backend.hpp>
+                              $<$<BOOL:${arg_TEST}>:<torch/torch.h$<ANGLE-R>>)
+  endif()
+  target_precompile_headers(${target} REUSE_FROM ${header})
 endfunction()
 
 # lockstep_module(NAME world [TORCH] SRCS join store ... DEPS base ...)

@@ -12,7 +12,9 @@
 
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
+#include <stdexcept>
 #include <string>
 
 struct NetImpl : torch::nn::Module {
@@ -45,13 +47,18 @@ double test(Net& model, const lockstep::World& world) {
 }
 
 int main(int argc, char** argv) try {
-  int epochs = 8;
-  std::int64_t max_steps = -1;
+  std::int64_t epochs = 8, max_steps = 0;  // 0: all of the epochs
   std::string folder;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    if (argv[i] == std::string("--epochs")) epochs = std::stoi(argv[i + 1]);
-    if (argv[i] == std::string("--steps")) max_steps = std::stoll(argv[i + 1]);
-    if (argv[i] == std::string("--folder")) folder = argv[i + 1];
+  for (int i = 1; i < argc; i += 2) {
+    const std::string name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+    if (name == "--folder" && !value.empty()) {
+      folder = value;
+    } else if ((name == "--epochs" || name == "--steps") && std::atoll(value.c_str()) > 0) {
+      (name == "--epochs" ? epochs : max_steps) = std::atoll(value.c_str());
+    } else {
+      throw std::runtime_error("Options: --epochs N, --steps N, --folder FOLDER; not " + name +
+                               " " + value);
+    }
   }
 
   const auto world = lockstep::World::join();
@@ -62,7 +69,7 @@ int main(int argc, char** argv) try {
   constexpr std::size_t kBatch = 32;  // of each rank
   lockstep::DistributedSampler sampler(data->size(), world, {.drop_last = true});
   const auto steps_per_epoch = static_cast<std::int64_t>(sampler.samples_per_rank() / kBatch);
-  const std::int64_t total = max_steps >= 0 ? max_steps : epochs * steps_per_epoch;
+  const std::int64_t total = max_steps > 0 ? max_steps : epochs * steps_per_epoch;
   lockstep::Loader loader(data, sampler, {.batch_size = kBatch});
 
   Net model;
@@ -105,9 +112,9 @@ int main(int argc, char** argv) try {
   }
 
   const double speed = world.sum(clock.samples_per_second()) / world.size();
-  const double accuracy = max_steps >= 0 ? 0 : test(model, world);
+  const double accuracy = max_steps > 0 ? 0 : test(model, world);
   if (world.rank() == 0) {
-    if (max_steps < 0) std::printf("test accuracy %.2f %%\n", 100 * accuracy);
+    if (max_steps == 0) std::printf("test accuracy %.2f %%\n", 100 * accuracy);
     std::printf("%d rank%s: %.0f samples/s\n", world.size(), world.size() == 1 ? "" : "s", speed);
   }
 } catch (const std::exception& error) {

@@ -92,6 +92,7 @@ int main(int argc, char** argv) try {
   const std::int64_t steps = std::atoll(options["--steps"].c_str());
   const std::size_t batch_size = std::strtoul(options["--batch"].c_str(), nullptr, 10);
   const std::uint64_t seed = std::strtoul(options["--seed"].c_str(), nullptr, 10);
+  if (steps < 1 || batch_size < 1) throw std::runtime_error("--steps and --batch want numbers.");
 
   const auto world = lockstep::World::join();
   lockstep::seed_all(seed, world);
@@ -143,7 +144,6 @@ int main(int argc, char** argv) try {
     }
     std::printf("%s\n", text->decode(written).c_str());
   }
-  return 0;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "%s\n", error.what());
   return 1;

@@ -18,6 +18,8 @@ check "equal to one process with all data: yes" "$examples/uneven"
 check "stiffness" "$examples/from_tensors"
 check "8 bits" "$examples/comm_hook"
 check "samples/s" "$examples/fashion_mnist" --steps 30
+refuse "Options: --epochs N" "$examples/fashion_mnist" --epoch 3
+refuse "want numbers" "$examples/gpt" --steps many
 if [ -x "$examples/mpi_app" ]; then
   expect "weights 0.20 0.60 0.20" mpirun -n 2 "$examples/mpi_app"
 fi
