@@ -94,11 +94,25 @@ def scaling(rows, folder):
     save(figure, folder, "scaling.svg")
 
 
+def loss_curves(rows, folder):
+    rows = sorted((row["step"], row["lockstep"], row["python"]) for row in rows
+                  if row["bench"] == "gpt" and row["what"] == "loss")
+    if not rows:
+        return
+    steps_, ours, theirs = zip(*rows)
+    figure, axes = plt.subplots(figsize=(6, 3))
+    axes.plot(steps_, theirs, color=COLOURS["python"], linewidth=4, alpha=0.5, label="Python DDP")
+    axes.plot(steps_, ours, color=COLOURS["lockstep"], linewidth=1.2, label="lockstep")
+    axes.set(xlabel="step", ylabel="loss", title="examples/gpt and its Python twin on 2 ranks", ylim=(0, None))
+    axes.legend(frameon=False)
+    save(figure, folder, "gpt.svg")
+
+
 def main():
     with open(sys.argv[1]) as lines:
         rows = [json.loads(line) for line in lines if line.startswith("{")]
     os.makedirs(sys.argv[2], exist_ok=True)
-    for plot in (all_reduce, steps, scaling):
+    for plot in (all_reduce, steps, scaling, loss_curves):
         plot(rows, sys.argv[2])
 
 
