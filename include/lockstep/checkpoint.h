@@ -79,7 +79,8 @@ class LOCKSTEP_API Checkpointer {
   Checkpointer(Checkpointer&&) noexcept;
   Checkpointer& operator=(Checkpointer&&) noexcept;
 
-  // What is saved and loaded. Give names where there are two of a kind.
+  // What is saved and loaded, and must be there when that happens. Give names where there are two
+  // of a kind.
   Checkpointer& add(std::shared_ptr<torch::nn::Module> model, const std::string& name = "model");
   template <typename Contained>
   Checkpointer& add(const torch::nn::ModuleHolder<Contained>& model,

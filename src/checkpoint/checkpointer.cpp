@@ -100,7 +100,7 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
 }
 
 Checkpointer::Impl::~Impl() {
-  if (ddp != nullptr && !signals.empty()) ddp->stop_when({});
+  *signal_bits = 0;  // what DDP looks at, if it is still there
   for (const auto& [signal, before] : signals) {
     ::sigaction(signal, &before, nullptr);
     signals_seen &= ~(std::uint64_t{1} << signal);
@@ -198,15 +198,9 @@ Checkpointer& Checkpointer::add(DistributedDataParallel& ddp) {
   return *this;
 }
 
-std::uint64_t Checkpointer::Impl::signal_bits() const {
-  std::uint64_t bits = 0;
-  for (const auto& [signal, before] : signals) bits |= std::uint64_t{1} << signal;
-  return bits;
-}
-
 void Checkpointer::Impl::watch_signals() {
   if (ddp == nullptr || signals.empty()) return;
-  ddp->stop_when([bits = signal_bits()] { return has_come(bits); });
+  ddp->stop_when([bits = signal_bits] { return has_come(*bits); });
 }
 
 void Checkpointer::on_signal(int signal) {
@@ -223,11 +217,12 @@ void Checkpointer::on_signal(int signal) {
                      fmt::format("Signal {} cannot be caught.\nUse SIGTERM or SIGUSR1.", signal));
   }
   impl_->signals.emplace_back(signal, before);
+  *impl_->signal_bits |= std::uint64_t{1} << signal;
   impl_->watch_signals();
 }
 
 bool Checkpointer::must_stop() const {
-  return impl_->ddp != nullptr ? impl_->ddp->must_stop() : has_come(impl_->signal_bits());
+  return impl_->ddp != nullptr ? impl_->ddp->must_stop() : has_come(*impl_->signal_bits);
 }
 
 }  // namespace lockstep

@@ -32,7 +32,6 @@ struct Checkpointer::Impl {
 
   bool is_leader() const { return group.front() == world.rank(); }
   bool is_on_one_host() const;
-  std::uint64_t signal_bits() const;
   void watch_signals();
 
   // saving.cpp
@@ -70,6 +69,9 @@ struct Checkpointer::Impl {
   DistributedDataParallel* ddp = nullptr;
   std::int64_t next_number = 0;
   std::vector<std::pair<int, struct sigaction>> signals;  // with what they did before
+  // DDP has it, too, as either may end first.
+  std::shared_ptr<std::atomic<std::uint64_t>> signal_bits =
+      std::make_shared<std::atomic<std::uint64_t>>(0);
 
   std::vector<at::Tensor>
       copies;  // of what is written in the background; kept, as fresh memory is slow
