@@ -17,15 +17,15 @@ refuse "LOCKSTEP_WITH_MPI is ON, but no MPI was found" "${configure[@]}" "${with
 rm -rf "$work/build"
 refuse "there is no LibTorch there" env LOCKSTEP_TORCH="$work" "${configure[@]}"
 
-# A LibTorch for CUDA on a machine without CUDA's toolkit is used for CPUs.
+# A LibTorch for CUDA on a machine without CUDA's toolkit and headers is used for CPUs.
 mkdir -p "$work/cuda/lib"
 for entry in "$LOCKSTEP_TORCH"/* "$LOCKSTEP_TORCH"/lib/*; do
   [ -e "$work/cuda${entry#"$LOCKSTEP_TORCH"}" ] || ln -s "$entry" "$work/cuda${entry#"$LOCKSTEP_TORCH"}"
 done
 touch "$work/cuda/lib/libtorch_cuda.so"
 rm -rf "$work/build"
-expect "there is no CUDA toolkit: building for CPUs" env LOCKSTEP_TORCH="$work/cuda" "${configure[@]}" \
-  -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON
+expect "nccl.h or cuda_runtime.h was not found" env LOCKSTEP_TORCH="$work/cuda" "${configure[@]}" \
+  -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON -DLOCKSTEP_NCCL_INCLUDE_DIR=
 
 # Every usual way to say where LibTorch is.
 rm -rf "$work/build"
