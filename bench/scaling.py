@@ -3,12 +3,15 @@
 
   build/venv/bin/python3 bench/scaling.py [--ranks 1,2] [--hosts 2,3,4] [--rounds N] [--json]
 
-Ranks: samples a second of examples/fashion_mnist (a CNN, one thread for each rank), in turns. Hosts: an
+Ranks: samples a second of examples/fashion_mnist (a CNN, one thread for each rank), in turns with as many
+processes that do not communicate, which is what the machine allows; `quiet` compares the fastest rounds, as a step
+takes as long as on the rank that something else disturbs. Hosts: an
 all-reduce of 25 MiB over hosts that are network namespaces (bench/hosts.cpp; root), beside what the network
 allows (docs/scaling.md): bytes 2 P (H-1)/H at 125 MB/s.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import re
@@ -18,6 +21,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 BUILD = os.path.join(HERE, "..", "build", "release")
+TRAIN = f"{BUILD}/examples/fashion_mnist"
 IS_QUICK = "LOCKSTEP_BENCH_QUICK" in os.environ
 
 
@@ -28,21 +32,33 @@ def output_of(command):
     return done.stdout
 
 
-def samples_per_second(ranks, steps):
-    text = output_of([f"{BUILD}/bin/lockstep", "run", "-n", str(ranks), "--", f"{BUILD}/examples/fashion_mnist",
-                      "--steps", str(steps)])
-    return float(re.search(r"([0-9.]+) samples/s", text)[1])
+def samples_per_second(text):
+    return float(re.search(r"ranks?: ([0-9.]+) samples/s", text)[1])
+
+
+def together(ranks, steps):
+    return samples_per_second(output_of([f"{BUILD}/bin/lockstep", "run", "-n", str(ranks), "--", TRAIN, "--steps", steps]))
+
+
+def apart(count, steps):
+    """As many worlds of one, on a core each: what the machine allows."""
+    cores = sorted(os.sched_getaffinity(0))
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        commands = [["taskset", "-c", str(cores[i % len(cores)]), TRAIN, "--steps", steps] for i in range(count)]
+        return sum(map(samples_per_second, pool.map(output_of, commands)))
 
 
 def over_ranks(counts, rounds, steps):
-    speeds = {count: [] for count in counts}
+    speeds = {(way, count): [] for count in counts for way in ((together, apart) if count > 1 else (together,))}
     for turn in range(rounds):
-        for count in counts if turn % 2 == 0 else reversed(counts):
-            speeds[count].append(samples_per_second(count, steps))
-    first = statistics.median(speeds[counts[0]]) / counts[0]
-    for count in counts:
-        speed = statistics.median(speeds[count])
-        yield {"bench": "scaling", "over": "ranks", "count": count, "samples_per_second": speed, "times": speed / first}
+        for way, count in speeds if turn % 2 == 0 else reversed(speeds):
+            speeds[way, count].append(way(count, str(steps)))
+    one = speeds[together, counts[0]]
+    for (way, count), own in speeds.items():
+        yield {"bench": "scaling", "over": "ranks" if way is together else "processes apart", "count": count,
+               "samples_per_second": statistics.median(own),
+               "times": counts[0] * statistics.median(own) / statistics.median(one),
+               "quiet_times": counts[0] * max(own) / max(one)}
 
 
 def over_hosts(counts, rounds):
@@ -60,15 +76,15 @@ def main():
     numbers = lambda text: [int(one) for one in text.split(",")]
     parser.add_argument("--ranks", type=numbers, default=[1, 2])
     parser.add_argument("--hosts", type=numbers, default=[2] if IS_QUICK else [2, 3, 4])
-    parser.add_argument("--rounds", type=int, default=1 if IS_QUICK else 3)
+    parser.add_argument("--rounds", type=int, default=1 if IS_QUICK else 11)
     parser.add_argument("--json", action="store_true", help="one object a row")
     options = parser.parse_args()
     if not options.json:
         print(f"# fashion_mnist, one thread for each rank, {os.cpu_count()} cores; median of {options.rounds} rounds.")
-        print(f"#{'ranks':>6}{'samples/s':>12}{'times one':>12}")
-    for row in over_ranks(options.ranks, options.rounds, 20 if IS_QUICK else 300):
+        print(f"#{'':>6}{'':>16}{'samples/s':>12}{'times one':>12}{'quiet':>9}")
+    for row in over_ranks(options.ranks, options.rounds, 20 if IS_QUICK else 250):
         print(json.dumps(row) if options.json else
-              f" {row['count']:>6}{row['samples_per_second']:>12.0f}{row['times']:>12.2f}", flush=True)
+              f" {row['count']:>6} {row['over']:<16}{row['samples_per_second']:>12.0f}{row['times']:>12.2f}{row['quiet_times']:>9.2f}", flush=True)
     if os.geteuid() != 0:
         print("# Without hosts: network namespaces need root.", file=sys.stderr)
         return

@@ -66,7 +66,7 @@ int main(int argc, char** argv) try {
   lockstep::seed_all(1, world);
 
   const auto data = std::make_shared<lockstep::FashionMnist>(true);
-  constexpr std::size_t kBatch = 32;  // of each rank
+  constexpr std::size_t kBatch = 64;  // of each rank
   lockstep::DistributedSampler sampler(data->size(), world, {.drop_last = true});
   const auto steps_per_epoch = static_cast<std::int64_t>(sampler.samples_per_rank() / kBatch);
   const std::int64_t total = max_steps > 0 ? max_steps : epochs * steps_per_epoch;

@@ -25,12 +25,15 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
   };
   std::vector<int> names;
   for (const Member& member : context.members) names.push_back(member.rank);
-  return std::make_shared<shm::Group>(shm::GroupOptions{.rank = context.rank,
-                                                        .size = context.size(),
-                                                        .timeout = context.timeout,
-                                                        .names = std::move(names),
-                                                        .describe = std::move(describe)},
-                                      exchange);
+  shm::GroupOptions options{.rank = context.rank,
+                            .size = context.size(),
+                            .timeout = context.timeout,
+                            .names = std::move(names),
+                            .describe = std::move(describe)};
+  // With other hosts a thread waits beside the one that computes; here the waiting one has the core
+  // for itself, and a virtual one that goes to sleep comes back late (docs/design/0003).
+  if (!options.describe) options.spin = std::chrono::milliseconds(2);
+  return std::make_shared<shm::Group>(std::move(options), exchange);
 }
 
 Backend make_shm(const EngineContext& context) {

@@ -32,6 +32,8 @@ constexpr auto kPatienceForOthers = std::chrono::milliseconds(1500);
 // A waiting rank looks for news so often before it offers its core to whoever is ready to run: that
 // may be the rank it waits for. Without a core for each rank it offers it after every look.
 constexpr int kLooksPerYield = 25;
+// How long it looks without a core of its own, and after each sleep.
+constexpr std::chrono::nanoseconds kShortSpin = std::chrono::microseconds(50);
 
 // The cores that this process may use, as a text of one character each.
 std::string allowed_cores() {
@@ -109,7 +111,11 @@ void Group::connect(const Exchange& exchange) {
     segments_.push_back(peer == rank() ? std::move(mine) : Segment::attach(segment));
     controls_.push_back(reinterpret_cast<Control*>(segments_.back().data()));
   }
-  num_looks_ = std::ranges::count(all_cores, '1') < size() ? 1 : kLooksPerYield;
+  if (std::ranges::count(all_cores, '1') >= size()) {
+    num_looks_ = kLooksPerYield;
+  } else {
+    options_.spin = std::min(options_.spin, kShortSpin);
+  }
   exchange("attached");  // nobody goes away before all have attached
 }
 
@@ -253,7 +259,7 @@ void Group::wait_locked(std::unique_lock<std::mutex>& lock, const Request& reque
       sleep.nap(std::min<std::chrono::nanoseconds>(kLookAround, timeout));
       lock.lock();
       throw_if_failed();
-      spin_until = Clock::now() + options_.spin;
+      spin_until = Clock::now() + std::min(options_.spin, kShortSpin);
     }
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();

@@ -31,7 +31,8 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
-  // How long to look for news before sleeping.
+  // How long to look for news before sleeping; never longer than 50 us if there are fewer cores
+  // than ranks.
   std::chrono::nanoseconds spin = std::chrono::microseconds(50);
   Simd simd = best_simd();
   std::vector<int> names = {};  // what messages call the ranks; empty: 0 to size - 1

@@ -33,12 +33,12 @@ cd "$work"
 "${two[@]}" "$examples/fashion_mnist" --epochs 1 --folder run >"$work/log" 2>&1 &
 job=$!
 for _ in $(seq 300); do
-  grep -q '[1-9][0-9]*/937' "$work/log" && break
+  grep -q '[1-9][0-9]*/468' "$work/log" && break
   sleep 0.1
 done
 kill -TERM $job
 wait $job && die "it was not stopped: $(cat "$work/log")"
-expect "going on after step" "${two[@]}" "$examples/fashion_mnist" --epochs 1 --steps 937 --folder run
+expect "going on after step" "${two[@]}" "$examples/fashion_mnist" --epochs 1 --steps 468 --folder run
 
 # Files stay short enough to read at once.
 for file in "$repo"/examples/*.cpp; do
