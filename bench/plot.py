@@ -75,7 +75,8 @@ def scaling(rows, folder):
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3))
     ranks = sorted((row["count"], row["times"]) for row in rows if row["over"] == "ranks")
     counts = [count for count, _ in ranks]
-    left.plot(counts, counts, color=COLOURS["paper"], linestyle=":", label="as many times as ranks")
+    apart = sorted((row["count"], row["times"]) for row in rows if row["over"] == "processes apart")
+    left.plot(*zip(ranks[0], *apart), color=COLOURS["paper"], linestyle=":", label="processes that do not communicate")
     left.plot(*zip(*ranks), marker="o", color=COLOURS["lockstep"], label="fashion_mnist")
     left.set_xticks(counts)
     left.set(xlabel="ranks of one host", ylabel="times one rank's samples/s", title="Ranks", ylim=(0, None))
