@@ -31,7 +31,7 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
                             .names = std::move(names),
                             .describe = std::move(describe)};
   // With other hosts a thread waits beside the one that computes; here the waiting one has the core
-  // for itself, and a virtual one that goes to sleep comes back late (docs/design/0003).
+  // for itself, and looking for longer was faster (docs/design/0003).
   if (!options.describe) options.spin = std::chrono::milliseconds(2);
   return std::make_shared<shm::Group>(std::move(options), exchange);
 }
