@@ -9,8 +9,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/lockstep.h>
 #include <torch/version.h>
 
@@ -21,6 +19,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "base/text.h"
 #include "peers/openmpi.h"
 #include "ranks.h"
 #include "shm/group.h"
@@ -74,7 +73,7 @@ class Bench {
     int round = 0;
     const auto exchange = [&](const std::string& mine) {
       std::vector<std::string> all;
-      const std::string prefix = fmt::format("bench/{}/", round++);
+      const std::string prefix = text::format("bench/{}/", round++);
       shm_.store()->set(prefix + std::to_string(shm_.rank()), mine);
       for (int peer = 0; peer < shm_.size(); ++peer) {
         all.push_back(shm_.store()->get_to_str(prefix + std::to_string(peer)));
@@ -102,7 +101,7 @@ class Bench {
     }
     row_group("barrier", 0, at::kFloat);
     if (is_speaker() && !options_.is_json) {
-      fmt::print("# Wrong values: {} {}\n\n", wrong_, wrong_ == 0 ? "OK" : "FAILED");
+      text::print("# Wrong values: {} {}\n\n", wrong_, wrong_ == 0 ? "OK" : "FAILED");
     }
     return wrong_ == 0 ? 0 : 1;
   }
@@ -122,7 +121,7 @@ class Bench {
   }
 
   // Everybody at the same point, by the quickest means.
-  void line_up() { group_->run({}); }
+  void line_up() { group_->wait(*group_->start(collective::Operation{})); }
 
   void row_group(const std::string& name, std::int64_t bytes, at::ScalarType type) {
     if (!options_.only.empty() && options_.only != name) return;
@@ -130,8 +129,8 @@ class Bench {
     const std::int64_t needed = 4 * bytes * size();
     if (needed > available_memory()) {
       if (is_speaker() && !options_.is_json) {
-        fmt::print("# {} of {} bytes is left out: {} bytes of memory are needed.\n", name, bytes,
-                   needed);
+        text::print("# {} of {} bytes is left out: {} bytes of memory are needed.\n", name, bytes,
+                    needed);
       }
       return;
     }
@@ -226,32 +225,32 @@ class Bench {
   }
 
   void raw_call(const std::string& name, Contestant& one) {
-    shm::Operation operation;
-    operation.type =
-        one.memory.scalar_type() == at::kFloat ? shm::DataType::kF32 : shm::DataType::kBF16;
+    collective::Operation operation;
+    operation.type = one.memory.scalar_type() == at::kFloat ? collective::DataType::kF32
+                                                            : collective::DataType::kBF16;
     operation.count = static_cast<std::size_t>(one.memory.numel());
     operation.input.base = static_cast<std::byte*>(one.memory.data_ptr());
     if (name == "all_reduce") {
-      operation.kind = shm::Kind::kAllReduce;
-      operation.reduction = shm::Reduction::kSum;
+      operation.kind = collective::Kind::kAllReduce;
+      operation.reduction = collective::Reduction::kSum;
       operation.output = operation.input;
     } else if (name == "broadcast") {
-      operation.kind = shm::Kind::kBroadcast;
+      operation.kind = collective::Kind::kBroadcast;
       if (rank() != 0) std::swap(operation.input, operation.output);
     } else if (name == "all_gather") {
-      operation.kind = shm::Kind::kAllGather;
+      operation.kind = collective::Kind::kAllGather;
       operation.output = {.base = static_cast<std::byte*>(one.output.data_ptr()),
                           .stride = one.memory.nbytes()};
     } else if (name == "reduce_scatter") {
-      operation.kind = shm::Kind::kReduceScatter;
-      operation.reduction = shm::Reduction::kSum;
+      operation.kind = collective::Kind::kReduceScatter;
+      operation.reduction = collective::Reduction::kSum;
       operation.count = static_cast<std::size_t>(one.output.numel());
       operation.input.stride = one.output.nbytes();
       operation.output.base = static_cast<std::byte*>(one.output.data_ptr());
     } else {
       operation = {};
     }
-    one.run = [this, operation] { group_->run(operation); };
+    one.run = [this, operation] { group_->wait(*group_->start(operation)); };
   }
 
   static void mpi_call(const std::string& name, Contestant& one) {
@@ -315,21 +314,21 @@ class Bench {
           {"bench", name},          {"engine", one.engine}, {"ranks", size()}, {"bytes", bytes},
           {"dtype", dtype},         {"mode", one.mode},     {"p50_us", p50},   {"p99_us", p99},
           {"algbw_gbs", bandwidth}, {"wrong", wrong}};
-      fmt::print("{}\n", row.dump());
+      text::print("{}\n", row.dump());
     } else {
-      fmt::print(" {:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13.2f}{:>13.2f}{:>9.2f}{:>7}\n", name,
-                 one.engine, one.mode, size(), bytes, dtype, p50, p99, bandwidth, wrong);
+      text::print(" {:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13.2f}{:>13.2f}{:>9.2f}{:>7}\n", name,
+                  one.engine, one.mode, size(), bytes, dtype, p50, p99, bandwidth, wrong);
     }
     std::fflush(stdout);
   }
 
   void print_heading() const {
     if (options_.is_json) return;
-    fmt::print(
+    text::print(
         "# Collectives of {} ranks on one host. CPU: {}, {} cores. LibTorch {}, lockstep {}{}.\n",
         size(), bench::cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION,
         LOCKSTEP_VERSION, has_mpi_ ? ", " + bench::mpi_version() : "");
-    fmt::print(
+    text::print(
         "# Engines take turns, {} to warm up and then {} of {} runs ({} of Gloo's); above 1 MiB 3 "
         "to "
         "25 of one run. "
@@ -338,10 +337,10 @@ class Bench {
         std::thread::hardware_concurrency() < static_cast<unsigned>(size())
             ? "More ranks than cores: no rank is bound."
             : "Each rank's main thread has a core of its own.");
-    fmt::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "bench", "engine",
-               "mode", "ranks", "bytes", "dtype", "p50", "p99", "algbw", "wrong");
-    fmt::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "", "", "", "", "(B)",
-               "", "(us)", "(us)", "(GB/s)", "");
+    text::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "bench", "engine",
+                "mode", "ranks", "bytes", "dtype", "p50", "p99", "algbw", "wrong");
+    text::print("#{:<15}{:<12}{:<11}{:>6}{:>11}{:>6}{:>13}{:>13}{:>9}{:>7}\n", "", "", "", "",
+                "(B)", "", "(us)", "(us)", "(GB/s)", "");
   }
 
   Options options_;
@@ -400,6 +399,6 @@ int main(int argc, char** argv) try {
   for (const int num_ranks : options.ranks) worst |= start_ranks(num_ranks, arguments);
   return worst;
 } catch (const std::exception& error) {
-  fmt::print(stderr, "{}\n", error.what());
+  text::print(stderr, "{}\n", error.what());
   return 1;
 }

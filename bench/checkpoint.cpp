@@ -9,7 +9,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 #include <lockstep/checkpoint.h>
 #include <lockstep/optim.h>
 #include <unistd.h>
@@ -25,6 +24,7 @@
 #include <sstream>
 
 #include "base/posix.h"
+#include "base/text.h"
 #include "models.h"
 #include "ranks.h"
 
@@ -71,7 +71,7 @@ nlohmann::json measure_disk(const std::string& folder) {
   std::vector<NamedTensor> tensors;
   const int count = is_quick ? 1 : 32;
   for (int i = 0; i < count; ++i) {
-    tensors.push_back({fmt::format("layer{}.weight", i), at::randn({1 << 23})});  // 32 MiB each
+    tensors.push_back({text::format("layer{}.weight", i), at::randn({1 << 23})});  // 32 MiB each
   }
   Checkpointer checkpoints(folder + "/c", world, {.keep_last = 1});
   checkpoints.add(tensors);
@@ -83,15 +83,15 @@ nlohmann::json measure_disk(const std::string& folder) {
     const double before = memory_mb("VmRSS");
     save.push_back(seconds_of([&] { checkpoints.save(round); }));
     extra_mb = std::max(extra_mb, memory_mb("VmHWM") - before);
-    const std::string path = fmt::format("{}/c/{}-step-{}", folder, round, round);
+    const std::string path = text::format("{}/c/{}-step-{}", folder, round, round);
     const std::string file = path + "/tensors-0-of-1.safetensors";
     const std::string copy = folder + "/copy";
     dd.push_back(seconds_of(
-        [&] { run(fmt::format("dd if={} of={} bs=1M conv=fsync 2>/dev/null", file, copy)); }));
+        [&] { run(text::format("dd if={} of={} bs=1M conv=fsync 2>/dev/null", file, copy)); }));
     fs::remove(copy);
     is_cold = forget_files();
-    cat.push_back(seconds_of([&] { run(fmt::format("cat {} >/dev/null", file)); }));
-    cat_cached.push_back(seconds_of([&] { run(fmt::format("cat {} >/dev/null", file)); }));
+    cat.push_back(seconds_of([&] { run(text::format("cat {} >/dev/null", file)); }));
+    cat_cached.push_back(seconds_of([&] { run(text::format("cat {} >/dev/null", file)); }));
     forget_files();
     load.push_back(seconds_of([&] { checkpoints.load(path); }));
     load_cached.push_back(seconds_of([&] { checkpoints.load(path); }));
@@ -139,7 +139,7 @@ void be_rank(const std::string& folder) {
     step();
     checkpoints.wait();
   }
-  fmt::print("{} {}\n", median(steps) * 1000, median(calls) * 1000);
+  text::print("{} {}\n", median(steps) * 1000, median(calls) * 1000);
 }
 
 nlohmann::json measure_training(const std::string& folder) {
@@ -173,29 +173,29 @@ int main(int argc, char** argv) {
   const std::string parent = argc > (is_json ? 2 : 1) ? argv[is_json ? 2 : 1] : ".";
   std::string folder = parent + "/lockstep-bench-XXXXXX";
   if (::mkdtemp(folder.data()) == nullptr) {
-    fmt::print(stderr, "checkpoint: cannot write to {}\n", parent);
+    text::print(stderr, "checkpoint: cannot write to {}\n", parent);
     return 1;
   }
   const auto disk = measure_disk(folder);
   const auto training = measure_training(folder);
   fs::remove_all(folder);
   if (is_json) {
-    fmt::print("{}\n{}\n", disk.dump(), training.dump());
+    text::print("{}\n{}\n", disk.dump(), training.dump());
     return 0;
   }
   const auto value = [&](const char* name) { return disk.at(name).get<double>(); };
-  fmt::print("# {:.0f} MB, checksums included; medians, seconds\n", value("mb"));
-  fmt::print("#{:<28}{:>10}{:>10}{:>10}\n", "", "lockstep", "peer", "ratio");
-  fmt::print(" {:<28}{:>10.3f}{:>10.3f}{:>10.2f}\n", "save, dd conv=fsync", value("save_s"),
-             value("dd_s"), value("save_vs_dd"));
-  fmt::print(" {:<28}{:>10.3f}{:>10.3f}{:>10.2f}\n",
-             disk.at("is_cold").get<bool>() ? "load, cat, from the disk" : "load, cat",
-             value("load_s"), value("cat_s"), value("load_vs_cat"));
-  fmt::print(" {:<28}{:>10.3f}{:>10.3f}{:>10.2f}\n", "load, cat, from the cache",
-             value("load_cached_s"), value("cat_cached_s"),
-             value("cat_cached_s") / value("load_cached_s"));
-  fmt::print("# Memory beyond the model while saving: {:.1f} MB.\n", value("extra_mb"));
-  fmt::print("# save_async of the GPT on 2 ranks: {:.1f} ms of a step of {:.0f} ms, {:.1f} %.\n",
-             training.at("save_async_ms").get<double>(), training.at("step_ms").get<double>(),
-             training.at("percent").get<double>());
+  text::print("# {:.0f} MB, checksums included; medians, seconds\n", value("mb"));
+  text::print("#{:<28}{:>10}{:>10}{:>10}\n", "", "lockstep", "peer", "ratio");
+  text::print(" {:<28}{:>10.3f}{:>10.3f}{:>10.2f}\n", "save, dd conv=fsync", value("save_s"),
+              value("dd_s"), value("save_vs_dd"));
+  text::print(" {:<28}{:>10.3f}{:>10.3f}{:>10.2f}\n",
+              disk.at("is_cold").get<bool>() ? "load, cat, from the disk" : "load, cat",
+              value("load_s"), value("cat_s"), value("load_vs_cat"));
+  text::print(" {:<28}{:>10.3f}{:>10.3f}{:>10.2f}\n", "load, cat, from the cache",
+              value("load_cached_s"), value("cat_cached_s"),
+              value("cat_cached_s") / value("load_cached_s"));
+  text::print("# Memory beyond the model while saving: {:.1f} MB.\n", value("extra_mb"));
+  text::print("# save_async of the GPT on 2 ranks: {:.1f} ms of a step of {:.0f} ms, {:.1f} %.\n",
+              training.at("save_async_ms").get<double>(), training.at("step_ms").get<double>(),
+              training.at("percent").get<double>());
 }

@@ -10,7 +10,6 @@
 // that they meet the same state of the machine. Same models (models.h), batches and fused AdamW.
 // Ratios between rows of one run are results; absolute times are not.
 
-#include <fmt/format.h>
 #include <lockstep/backend.h>
 #include <torch/version.h>
 #include <unistd.h>
@@ -22,6 +21,7 @@
 #include <optional>
 #include <thread>
 
+#include "base/text.h"
 #include "ranks.h"
 #include "training_run.h"
 
@@ -108,8 +108,8 @@ class Bench {
     for (const Amount& amount : chosen_amounts()) table(amount);
     const bool is_good = wrong_ == 0 && failed_ == 0;
     if (!options_.is_json) {
-      fmt::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong_, failed_,
-                 is_good ? "OK" : "FAILED");
+      text::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong_, failed_,
+                  is_good ? "OK" : "FAILED");
     }
     return is_good ? 0 : 1;
   }
@@ -152,7 +152,7 @@ class Bench {
   void take_turn(const Amount& amount, Row& row) try {
     row.rounds.push_back(bench::measure(make_run(options_, amount, row.peer.name), python_));
   } catch (const std::exception& error) {
-    fmt::print(stderr, "bench: {}\n", error.what());
+    text::print(stderr, "bench: {}\n", error.what());
     ++failed_;
   }
 
@@ -160,8 +160,8 @@ class Bench {
   void check_parameters(const std::vector<Row>& rows) {
     for (const Row& row : rows) {
       if (row.rounds.front().parameters == rows.front().rounds.front().parameters) continue;
-      fmt::print(stderr, "bench: {} has another number of parameters than {}\n", row.peer.name,
-                 rows.front().peer.name);
+      text::print(stderr, "bench: {} has another number of parameters than {}\n", row.peer.name,
+                  rows.front().peer.name);
       ++failed_;
     }
   }
@@ -196,15 +196,15 @@ class Bench {
       if (quiet_over) object["quiet_over_limit"] = *quiet_over;
       if (lockstep != nullptr) object["vs_lockstep"] = ms / lockstep->ms_per_step();
       if (row.peer.has_replicas) object["wrong"] = row.wrong();
-      fmt::print("{}\n", object.dump());
+      text::print("{}\n", object.dump());
     } else {
       const auto percent = [](std::optional<double> value) {
-        return value ? fmt::format("{:+.1f}", *value) : "-";
+        return value ? text::format("{:+.1f}", *value) : "-";
       };
-      fmt::print(" {:<7}{:<19}{:>5}{:>13.3f}{:>12}{:>11.3f}{:>12}{:>13}{:>10.1f}{:>7}\n", model,
-                 row.peer.name, row.peer.ranks, ms, percent(over), quiet_ms, percent(quiet_over),
-                 lockstep != nullptr ? fmt::format("{:.2f}", ms / lockstep->ms_per_step()) : "-",
-                 peak_mb, row.peer.has_replicas ? std::to_string(row.wrong()) : "-");
+      text::print(" {:<7}{:<19}{:>5}{:>13.3f}{:>12}{:>11.3f}{:>12}{:>13}{:>10.1f}{:>7}\n", model,
+                  row.peer.name, row.peer.ranks, ms, percent(over), quiet_ms, percent(quiet_over),
+                  lockstep != nullptr ? text::format("{:.2f}", ms / lockstep->ms_per_step()) : "-",
+                  peak_mb, row.peer.has_replicas ? std::to_string(row.wrong()) : "-");
     }
     std::fflush(stdout);
   }
@@ -212,28 +212,28 @@ class Bench {
   void print_heading() const {
     std::FILE* const out = options_.is_json ? stderr : stdout;
     if (python_torch_.empty()) {
-      fmt::print(out,
-                 "# Without Python's peers: {} has no torch. Set LOCKSTEP_PYTHON to one that "
-                 "has it.\n",
-                 python_);
+      text::print(out,
+                  "# Without Python's peers: {} has no torch. Set LOCKSTEP_PYTHON to one that "
+                  "has it.\n",
+                  python_);
     }
-    if (!no_gloo_.empty()) fmt::print(out, "# Without c10d::Reducer: {}.\n", no_gloo_);
+    if (!no_gloo_.empty()) text::print(out, "# Without c10d::Reducer: {}.\n", no_gloo_);
     if (options_.is_json) return;
-    fmt::print(
+    text::print(
         "# Training with fused AdamW, one thread and one core for each rank. CPU: {}, {} cores. "
         "LibTorch {}, lockstep {}{}.\n",
         bench::cpu_name(), std::thread::hardware_concurrency(), TORCH_VERSION, LOCKSTEP_VERSION,
         python_torch_.empty() ? "" : ", Python's torch " + python_torch_);
-    fmt::print("# Fresh processes for each run, peers take turns. Warm-up + steps x rounds:");
+    text::print("# Fresh processes for each run, peers take turns. Warm-up + steps x rounds:");
     const char* separator = " ";
     for (const Amount& amount : chosen_amounts()) {
       const auto run = make_run(options_, amount, "");
-      fmt::print("{}{} {} + {} x {}", separator, run.model, run.warm_up, run.steps,
-                 rounds_of(amount));
+      text::print("{}{} {} + {} x {}", separator, run.model, run.warm_up, run.steps,
+                  rounds_of(amount));
       separator = ", ";
     }
-    fmt::print(".\n");
-    fmt::print(
+    text::print(".\n");
+    text::print(
         "# ms_per_step: median of a run's steps, slowest rank, median over rounds; over_limit: "
         "against `limit`, with one rank against `plain`.\n"
         "# quiet_ms: the same with the 2nd percentile of steps: what it costs where nothing else "
@@ -241,7 +241,7 @@ class Bench {
         "# vs_lockstep: how many times lockstep's time. peak_mb: resident memory of the largest "
         "process. wrong: elements in which replicas differ.\n");
     const auto line = [](auto... column) {
-      fmt::print("#{:<7}{:<19}{:>5}{:>13}{:>12}{:>11}{:>12}{:>13}{:>10}{:>7}\n", column...);
+      text::print("#{:<7}{:<19}{:>5}{:>13}{:>12}{:>11}{:>12}{:>13}{:>10}{:>7}\n", column...);
     };
     line("model", "peer", "ranks", "ms_per_step", "over_limit", "quiet_ms", "over_limit",
          "vs_lockstep", "peak_mb", "wrong");
@@ -297,10 +297,10 @@ int main(int argc, char** argv) try {
     bench::be_rank(run);
   } else {
     const auto result = bench::measure(run, bench::python_program());
-    fmt::print("{}\n", nlohmann::json(result).dump());
+    text::print("{}\n", nlohmann::json(result).dump());
   }
   return 0;
 } catch (const std::exception& error) {
-  fmt::print(stderr, "{}\n", error.what());
+  text::print(stderr, "{}\n", error.what());
   return 1;
 }

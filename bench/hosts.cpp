@@ -9,7 +9,6 @@
 // counts bytes at the cable of the host that sent most, with the headers of all packets.
 
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 #include <lockstep/backend.h>
 #include <lockstep/world.h>
 #include <unistd.h>
@@ -23,6 +22,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "base/text.h"
 #include "ranks.h"
 #include "support/net_hosts.h"
 #include "training_run.h"
@@ -98,7 +98,7 @@ void all_reduce(const Options& options) {
   result.parameters = count;
   const float mean = static_cast<float>(world.size() + 1) / 2;
   result.wrong = tensor.ne(mean).sum().item<std::int64_t>();
-  fmt::print("{}\n", nlohmann::json(result).dump());
+  text::print("{}\n", nlohmann::json(result).dump());
 }
 
 struct Row {
@@ -151,8 +151,8 @@ class Bench {
     }
     const bool is_good = wrong_ == 0 && failed_ == 0;
     if (!options_.is_json) {
-      fmt::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong_, failed_,
-                 is_good ? "OK" : "FAILED");
+      text::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong_, failed_,
+                  is_good ? "OK" : "FAILED");
     }
     return is_good ? 0 : 1;
   }
@@ -188,7 +188,7 @@ class Bench {
     }
     std::vector<std::string> outputs;
     if (bench::run_and_wait(std::move(commands), &outputs) != 0) {
-      throw std::runtime_error(fmt::format("the run of {} failed", peer));
+      throw std::runtime_error(text::format("the run of {} failed", peer));
     }
     std::vector<Measurement> measured;
     for (const std::string& output : outputs) {
@@ -203,7 +203,7 @@ class Bench {
     wrong_ += peer == "limit" ? 0 : result.wrong;
     return result;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "bench: {}\n", error.what());
+    text::print(stderr, "bench: {}\n", error.what());
     ++failed_;
     return std::nullopt;
   }
@@ -231,25 +231,25 @@ class Bench {
                                {"vs_lockstep", ratio},
                                {"wire_mb", row.wire_mb},
                                {"bound_mb", bound}};
-      fmt::print("{}\n", object.dump());
+      text::print("{}\n", object.dump());
     } else {
-      fmt::print(" {:<24}{:<19}{:>9.1f}{:>13.2f}{:>9.2f}{:>10}\n", job.what, row.peer, ms, ratio,
-                 row.wire_mb, bound > 0 ? fmt::format("{:.3f}", row.wire_mb / bound) : "-");
+      text::print(" {:<24}{:<19}{:>9.1f}{:>13.2f}{:>9.2f}{:>10}\n", job.what, row.peer, ms, ratio,
+                  row.wire_mb, bound > 0 ? text::format("{:.3f}", row.wire_mb / bound) : "-");
     }
     std::fflush(stdout);
   }
 
   void print_heading() const {
     if (options_.is_json) return;
-    fmt::print(
+    text::print(
         "# {} hosts of {} ranks (network namespaces of one machine), {} from each host. CPU: {}, "
         "{} cores. Median of {} rounds, slowest rank.\n"
         "# vs_lockstep: how many times the time of the first row. wire: what the host that sent "
         "most has sent in a step; bound: how many times what it must send at least.\n",
         options_.hosts, options_.ranks, options_.rate, bench::cpu_name(),
         std::thread::hardware_concurrency(), options_.rounds);
-    fmt::print("#{:<24}{:<19}{:>9}{:>13}{:>9}{:>10}\n", "what", "peer", "ms", "vs_lockstep",
-               "wire MB", "x bound");
+    text::print("#{:<24}{:<19}{:>9}{:>13}{:>9}{:>10}\n", "what", "peer", "ms", "vs_lockstep",
+                "wire MB", "x bound");
     std::fflush(stdout);
   }
 
@@ -289,13 +289,13 @@ int main(int argc, char** argv) try {
   } else if (!options.model.empty()) {
     bench::be_rank({options.model, options.peer, options.warm_up, options.steps});
   } else if (const std::string reason = test::NetHosts::why_not(); !reason.empty()) {
-    fmt::print(stderr, "bench: no hosts can be made here: {}\n", reason);
+    text::print(stderr, "bench: no hosts can be made here: {}\n", reason);
     return 1;
   } else {
     return Bench(options).run();
   }
   return 0;
 } catch (const std::exception& error) {
-  fmt::print(stderr, "{}\n", error.what());
+  text::print(stderr, "{}\n", error.what());
   return 1;
 }

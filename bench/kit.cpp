@@ -9,7 +9,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 #include <lockstep/data.h>
 #include <lockstep/ddp.h>
 #include <lockstep/metrics.h>
@@ -26,6 +25,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 
+#include "base/text.h"
 #include "models.h"
 #include "ranks.h"
 
@@ -62,15 +62,16 @@ void compare(const std::string& what, const std::string& model, int rounds,
   const double mine = median(our_times);
   const double other = median(their_times);
   if (is_json) {
-    fmt::print("{}\n", nlohmann::json({{"bench", "kit"},
-                                       {"what", what},
-                                       {"model", model},
-                                       {"lockstep_ms", mine},
-                                       {"libtorch_ms", other},
-                                       {"faster", other / mine}})
-                           .dump());
+    text::print("{}\n", nlohmann::json({{"bench", "kit"},
+                                        {"what", what},
+                                        {"model", model},
+                                        {"lockstep_ms", mine},
+                                        {"libtorch_ms", other},
+                                        {"faster", other / mine}})
+                            .dump());
   } else {
-    fmt::print(" {:<16}{:<7}{:>14.3f}{:>14.3f}{:>10.2f}\n", what, model, mine, other, other / mine);
+    text::print(" {:<16}{:<7}{:>14.3f}{:>14.3f}{:>10.2f}\n", what, model, mine, other,
+                other / mine);
   }
   std::fflush(stdout);
 }
@@ -108,15 +109,15 @@ void draw_samples() {
     });
     const double rate = static_cast<double>(count) / ms / 1000;
     if (is_json) {
-      fmt::print("{}\n", nlohmann::json({{"bench", "kit"},
-                                         {"what", "sampler"},
-                                         {"samples", size},
-                                         {"million_indices_per_second", rate},
-                                         {"sum", sum}})
-                             .dump());
+      text::print("{}\n", nlohmann::json({{"bench", "kit"},
+                                          {"what", "sampler"},
+                                          {"samples", size},
+                                          {"million_indices_per_second", rate},
+                                          {"sum", sum}})
+                              .dump());
     } else {
-      fmt::print("# A sampler over {} samples draws {:.1f} million indices a second.\n", size,
-                 rate);
+      text::print("# A sampler over {} samples draws {:.1f} million indices a second.\n", size,
+                  rate);
     }
   }
 }
@@ -132,8 +133,8 @@ void be_rank() {
   DistributedDataParallel ddp(workload.model, world);
   optim::AdamW optimizer(workload.model->parameters(), torch::optim::AdamWOptions(1e-3));
   const int steps = is_quick ? 3 : 200;
-  const std::string log = fmt::format("{}/lockstep-bench-{}.jsonl",
-                                      std::filesystem::temp_directory_path().string(), ::getpid());
+  const std::string log = text::format("{}/lockstep-bench-{}.jsonl",
+                                       std::filesystem::temp_directory_path().string(), ::getpid());
   {
     ProgressBar bar(steps, world);
     JsonLines lines(log, world);
@@ -159,7 +160,7 @@ void be_rank() {
       waiting_ms.push_back(loader.waiting_ms() - waited);
       metrics_ms.push_back(metrics);
     }
-    fmt::print("{} {} {}\n", median(all_ms), median(waiting_ms), median(metrics_ms));
+    text::print("{} {} {}\n", median(all_ms), median(waiting_ms), median(metrics_ms));
   }
   std::filesystem::remove(log);
 }
@@ -181,14 +182,14 @@ void train() {
     metrics = std::max(metrics, values[2]);
   }
   if (is_json) {
-    fmt::print("{}\n", nlohmann::json({{"bench", "kit"},
-                                       {"what", "training"},
-                                       {"step_ms", step},
-                                       {"waiting_percent", 100 * waiting / step},
-                                       {"metrics_percent", 100 * metrics / step}})
-                           .dump());
+    text::print("{}\n", nlohmann::json({{"bench", "kit"},
+                                        {"what", "training"},
+                                        {"step_ms", step},
+                                        {"waiting_percent", 100 * waiting / step},
+                                        {"metrics_percent", 100 * metrics / step}})
+                            .dump());
   } else {
-    fmt::print(
+    text::print(
         "# The CNN on 2 ranks, {:.1f} ms a step: waits {:.3f} % of it for batches; bar and JSON "
         "lines cost {:.3f} %.\n",
         step, 100 * waiting / step, 100 * metrics / step);
@@ -205,8 +206,8 @@ int main(int argc, char** argv) {
   is_json = argc > 1 && std::strcmp(argv[1], "--json") == 0;
   at::set_num_threads(1);
   if (!is_json) {
-    fmt::print("#{:<16}{:<7}{:>14}{:>14}{:>10}\n", "what", "model", "lockstep (ms)",
-               "LibTorch (ms)", "faster");
+    text::print("#{:<16}{:<7}{:>14}{:>14}{:>10}\n", "what", "model", "lockstep (ms)",
+                "LibTorch (ms)", "faster");
   }
   for (const auto& [model, rounds] : std::vector<std::pair<std::string, int>>{
            {"mlp", 500}, {"cnn", 100}, {"gpt", 30}, {"many", 100}}) {

@@ -1,8 +1,9 @@
 #include "models.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <torch/nn.h>
+
+#include "base/text.h"
 
 namespace lockstep::bench {
 namespace {
@@ -115,7 +116,7 @@ struct Gpt : Model {
 struct Many : Model {
   Many() {
     for (int i = 0; i < 1000; ++i) {
-      rows.push_back(register_parameter(fmt::format("row{}", i), torch::randn({10})));
+      rows.push_back(register_parameter(text::format("row{}", i), torch::randn({10})));
     }
   }
   at::Tensor forward(const at::Tensor& input) override { return input.matmul(at::stack(rows)); }
@@ -128,9 +129,9 @@ std::shared_ptr<Model> make_model(const std::string& name) {
   if (name == "gpt") return std::make_shared<Gpt>(GptOptions{6, 6, 384, 65, 256, false});
   if (name == "gpt2") return std::make_shared<Gpt>(GptOptions{12, 12, 768, 50257, 1024, true});
   if (name == "many") return std::make_shared<Many>();
-  throw UsageError({.operation = "bench"}, fmt::format("There is no model '{}'.\n"
-                                                       "Choose of: mlp, cnn, gpt, gpt2, many.",
-                                                       name));
+  throw UsageError({.operation = "bench"}, text::format("There is no model '{}'.\n"
+                                                        "Choose of: mlp, cnn, gpt, gpt2, many.",
+                                                        name));
 }
 
 }  // namespace

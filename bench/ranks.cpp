@@ -1,6 +1,5 @@
 #include "ranks.h"
 
-#include <fmt/format.h>
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -10,6 +9,7 @@
 #include <thread>
 
 #include "base/posix.h"
+#include "base/text.h"
 #include "launch/rank_command.h"
 
 namespace lockstep::bench {
@@ -37,7 +37,7 @@ std::string cpu_name() {
   return text.substr(begin, text.find('\n', begin) - begin);
 }
 
-std::string this_program() { return fmt::format("/proc/{}/exe", ::getpid()); }
+std::string this_program() { return text::format("/proc/{}/exe", ::getpid()); }
 
 int run_and_wait(std::vector<Command> commands, std::vector<std::string>* outputs) {
   std::vector<Fd> files;  // not pipes: nobody need read while the commands write
@@ -57,7 +57,7 @@ int run_and_wait(std::vector<Command> commands, std::vector<std::string>* output
     std::erase(running, ended);
     const auto exit_status = ExitStatus::from_wait(status);
     if (exit_status.is_ok() || worst != 0) continue;
-    fmt::print(stderr, "bench: a process {}\n", exit_status.text());
+    text::print(stderr, "bench: a process {}\n", exit_status.text());
     worst = 1;
     std::this_thread::sleep_for(std::chrono::seconds(2));  // the others may say what they know
     for (const pid_t other : running) ::kill(other, SIGKILL);
@@ -65,7 +65,7 @@ int run_and_wait(std::vector<Command> commands, std::vector<std::string>* output
   if (outputs != nullptr) {
     outputs->clear();
     for (const Fd& file : files) {
-      outputs->push_back(read_small_file(fmt::format("/proc/self/fd/{}", file.get())));
+      outputs->push_back(read_small_file(text::format("/proc/self/fd/{}", file.get())));
     }
   }
   return worst;

@@ -1,7 +1,6 @@
 #include "training_run.h"
 
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 #include <lockstep/ddp.h>
 #include <lockstep/optim.h>
 #include <lockstep/world.h>
@@ -17,6 +16,7 @@
 
 #include "base/env.h"
 #include "base/posix.h"
+#include "base/text.h"
 #include "models.h"
 #include "peers/c10d_reducer.h"
 #include "ranks.h"
@@ -134,7 +134,7 @@ std::vector<std::string> run_python(const TrainingRun& run, int num_ranks,
     Command command;
     command.arguments = python_rank(run, python);
     command.arguments.insert(command.arguments.end(),
-                             {"--store", fmt::format("/proc/{}/fd/{}", ::getpid(), store.get())});
+                             {"--store", text::format("/proc/{}/fd/{}", ::getpid(), store.get())});
     command.variables = {{"OMP_NUM_THREADS", "1"},
                          {"GLOO_SOCKET_IFNAME", "lo"},
                          {"RANK", std::to_string(rank)},
@@ -153,14 +153,14 @@ void be_rank(const TrainingRun& run) {
   const auto environment = Environment::of_process();
   const auto result = train(run, environment.get_int("RANK").value_or(0),
                             environment.get_int("WORLD_SIZE", 1).value_or(1));
-  fmt::print("{}\n", nlohmann::json(result).dump());
+  text::print("{}\n", nlohmann::json(result).dump());
 }
 
 Measurement measure(const TrainingRun& run, const std::string& python) {
   const auto* const peer =
       std::ranges::find_if(kPeers, [&](const Peer& one) { return run.peer == one.name; });
   if (peer == std::end(kPeers)) {
-    throw std::runtime_error(fmt::format("there is no peer '{}'", run.peer));
+    throw std::runtime_error(text::format("there is no peer '{}'", run.peer));
   }
   int failed = 0;
   std::vector<std::string> outputs;
@@ -175,7 +175,7 @@ Measurement measure(const TrainingRun& run, const std::string& python) {
         &outputs);
   }
   if (failed != 0) {
-    throw std::runtime_error(fmt::format("the run of {} on {} failed", run.peer, run.model));
+    throw std::runtime_error(text::format("the run of {} on {} failed", run.peer, run.model));
   }
   std::vector<Measurement> ranks;
   for (const std::string& output : outputs) ranks.push_back(nlohmann::json::parse(output));

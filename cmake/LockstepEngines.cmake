@@ -1,5 +1,5 @@
-# Which engines are built, and why the others are not. An engine is src/backend/NAME.cpp, or
-# no_NAME.cpp where it cannot be built; the reason ends up in the program's own messages.
+# Which engines are built, and why the others are not. An engine is a folder of
+# src/engine with NAME.cpp, or no_NAME.cpp where it cannot be built; the reason ends up in the program's own messages.
 
 set(LOCKSTEP_ENGINE_SRCS "")
 set_property(GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE "")
@@ -42,15 +42,15 @@ elseif(NOT EXISTS ${LOCKSTEP_TORCH_ROOT}/include/torch/csrc/distributed/c10d/Pro
 endif()
 lockstep_engine(gloo "${reason}" "LibTorch's, with headers from ${LOCKSTEP_GLOO_INCLUDE_DIR}")
 if(LOCKSTEP_NO_GLOO)
-  list(APPEND LOCKSTEP_ENGINE_SRCS no_gloo)
-  set_property(SOURCE src/backend/no_gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+  list(APPEND LOCKSTEP_ENGINE_SRCS gloo/no_gloo)
+  set_property(SOURCE src/engine/gloo/no_gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS
                LOCKSTEP_NO_GLOO="${LOCKSTEP_NO_GLOO}")
 else()
-  list(APPEND LOCKSTEP_ENGINE_SRCS gloo)
+  list(APPEND LOCKSTEP_ENGINE_SRCS gloo/gloo gloo/own_address)
   # The header declares nothing without this; LibTorch's own configuration usually sets it too.
-  set_property(SOURCE src/backend/gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS USE_C10D_GLOO)
+  set_property(SOURCE src/engine/gloo/gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS USE_C10D_GLOO)
   if(NOT LOCKSTEP_GLOO_INCLUDE_DIR IN_LIST CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES)
-    set_property(SOURCE src/backend/gloo.cpp APPEND PROPERTY INCLUDE_DIRECTORIES
+    set_property(SOURCE src/engine/gloo/gloo.cpp APPEND PROPERTY INCLUDE_DIRECTORIES
                  ${LOCKSTEP_GLOO_INCLUDE_DIR})
   endif()
 endif()
@@ -66,11 +66,11 @@ if(NOT MPI_CXX_FOUND)
 endif()
 lockstep_engine(mpi "${reason}" "MPI ${MPI_CXX_VERSION}, with headers from ${MPI_CXX_HEADER_DIR}")
 if(LOCKSTEP_NO_MPI)
-  list(APPEND LOCKSTEP_ENGINE_SRCS no_mpi)
-  set_property(SOURCE src/backend/no_mpi.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+  list(APPEND LOCKSTEP_ENGINE_SRCS mpi/no_mpi)
+  set_property(SOURCE src/engine/mpi/no_mpi.cpp APPEND PROPERTY COMPILE_DEFINITIONS
                LOCKSTEP_NO_MPI="${LOCKSTEP_NO_MPI}")
 else()
-  list(APPEND LOCKSTEP_ENGINE_SRCS mpi mpi_calls mpi_news mpi_pieces mpi_plan mpi_runner mpi_traffic)
+  list(APPEND LOCKSTEP_ENGINE_SRCS mpi/mpi mpi/calls mpi/notices mpi/pieces mpi/plan mpi/runner mpi/traffic)
   set(LOCKSTEP_MPI_TARGET MPI::MPI_CXX)
   set(LOCKSTEP_MPI_WORLD_SRCS join_mpi)
 endif()
@@ -90,12 +90,12 @@ else()
 endif()
 lockstep_engine(nccl "${reason}" "LibTorch's, with headers from ${LOCKSTEP_NCCL_INCLUDE_DIR} (compiled, never run by our tests)")
 if(LOCKSTEP_NO_NCCL)
-  list(APPEND LOCKSTEP_ENGINE_SRCS no_nccl)
-  set_property(SOURCE src/backend/no_nccl.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+  list(APPEND LOCKSTEP_ENGINE_SRCS nccl/no_nccl)
+  set_property(SOURCE src/engine/nccl/no_nccl.cpp APPEND PROPERTY COMPILE_DEFINITIONS
                LOCKSTEP_NO_NCCL="${LOCKSTEP_NO_NCCL}")
 else()
-  list(APPEND LOCKSTEP_ENGINE_SRCS nccl)
-  set_property(SOURCE src/backend/nccl.cpp APPEND PROPERTY COMPILE_DEFINITIONS USE_C10D_NCCL)
-  set_property(SOURCE src/backend/nccl.cpp APPEND PROPERTY INCLUDE_DIRECTORIES
+  list(APPEND LOCKSTEP_ENGINE_SRCS nccl/nccl)
+  set_property(SOURCE src/engine/nccl/nccl.cpp APPEND PROPERTY COMPILE_DEFINITIONS USE_C10D_NCCL)
+  set_property(SOURCE src/engine/nccl/nccl.cpp APPEND PROPERTY INCLUDE_DIRECTORIES
                ${LOCKSTEP_NCCL_INCLUDE_DIR} ${LOCKSTEP_CUDA_INCLUDE_DIR})
 endif()

@@ -5,6 +5,20 @@
 
 file(WRITE ${PROJECT_BINARY_DIR}/modules.txt "")
 
+# fmt's headers, of which base/text.cpp is the only user. LibTorch may bring its own ones, of another
+# version, in a folder that its users see first: then all of lockstep uses those.
+function(lockstep_find_fmt target)
+  set(of_torch ${LOCKSTEP_TORCH_ROOT}/include/fmt)
+  if(NOT LOCKSTEP_TORCH_FREE AND EXISTS ${of_torch}/format.h)
+    file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/fmt_of_torch)
+    file(CREATE_LINK ${of_torch} ${PROJECT_BINARY_DIR}/fmt_of_torch/fmt SYMBOLIC)
+    target_include_directories(${target} SYSTEM INTERFACE ${PROJECT_BINARY_DIR}/fmt_of_torch)
+  else()
+    get_target_property(folders fmt::fmt-header-only INTERFACE_INCLUDE_DIRECTORIES)
+    target_include_directories(${target} SYSTEM INTERFACE ${folders})
+  endif()
+endfunction()
+
 # Flags of lockstep's own code; nothing here reaches users of the library.
 add_library(lockstep_flags INTERFACE)
 target_compile_features(lockstep_flags INTERFACE cxx_std_20)
@@ -16,12 +30,16 @@ target_compile_options(lockstep_flags INTERFACE -Wall -Wextra -Wshadow -Wnon-vir
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   target_compile_options(lockstep_flags INTERFACE -Wno-restrict)
 endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  target_compile_options(lockstep_flags INTERFACE -Wthread-safety)
+endif()
 if(LOCKSTEP_SANITIZE)
   target_compile_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE}
                          -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_link_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE})
 endif()
-target_link_libraries(lockstep_flags INTERFACE fmt::fmt-header-only Threads::Threads)
+target_link_libraries(lockstep_flags INTERFACE Threads::Threads)
+lockstep_find_fmt(lockstep_flags)
 
 # One way to compile for every target, so that all of them can share the precompiled headers. TEST:
 # as fast as possible, with all of LibTorch's headers.

@@ -1,11 +1,12 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <fmt/format.h>
 #include <lockstep/amp.h>
 #include <lockstep/error.h>
 
 #include <cmath>
 #include <map>
+
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -15,9 +16,9 @@ Autocast::Autocast(at::ScalarType type, at::DeviceType device)
       type_before_(at::autocast::get_autocast_dtype(device)) {
   if (type != at::kBFloat16 && type != at::kHalf) {
     throw UsageError({.operation = "Autocast"},
-                     fmt::format("Autocast to {} was asked for.\nGive torch::kBFloat16 or "
-                                 "torch::kHalf.",
-                                 c10::toString(type)));
+                     text::format("Autocast to {} was asked for.\nGive torch::kBFloat16 or "
+                                  "torch::kHalf.",
+                                  c10::toString(type)));
   }
   at::autocast::set_autocast_dtype(device, type);
   at::autocast::set_autocast_enabled(device, true);
@@ -37,9 +38,9 @@ GradScaler::GradScaler(World world, const ScalerOptions& options)
       !(options.backoff < 1) || options.growth_interval < 1) {
     throw UsageError(
         {.rank = world_.rank(), .operation = "GradScaler"},
-        fmt::format("The options are scale {}, growth {}, backoff {}, growth_interval {}.\nGive a "
-                    "positive scale, growth above 1, backoff between 0 and 1, and 1 step or more.",
-                    options.scale, options.growth, options.backoff, options.growth_interval));
+        text::format("The options are scale {}, growth {}, backoff {}, growth_interval {}.\nGive a "
+                     "positive scale, growth above 1, backoff between 0 and 1, and 1 step or more.",
+                     options.scale, options.growth, options.backoff, options.growth_interval));
   }
 }
 
@@ -97,8 +98,9 @@ void GradScaler::update() {
 
 void GradScaler::load_state(const State& state) {
   if (!(state.scale > 0) || !std::isfinite(state.scale)) {
-    throw UsageError({.rank = world_.rank(), .operation = "GradScaler"},
-                     fmt::format("The state has the scale {}.\nIt must be positive.", state.scale));
+    throw UsageError(
+        {.rank = world_.rank(), .operation = "GradScaler"},
+        text::format("The state has the scale {}.\nIt must be positive.", state.scale));
   }
   scale_ = state.scale;
   good_steps_ = state.good_steps;

@@ -1,7 +1,6 @@
 #include "archive/file.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,6 +10,8 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <vector>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -25,7 +26,7 @@ FileWriter::FileWriter(const std::string& folder, const std::string& name)
     : path_(folder + "/" + name),
       file_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
   if (!file_) {
-    throw_errno(fmt::format("cannot write {}", path_),
+    throw_errno(text::format("cannot write {}", path_),
                 "Give a folder that this user may write to.");
   }
   record_.name = name;
@@ -36,7 +37,7 @@ void FileWriter::write(std::string_view bytes) {
     const std::string_view piece = bytes.substr(0, kPiece);
     const ssize_t count = ::write(file_.get(), piece.data(), piece.size());
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw_errno(fmt::format("cannot write {}", path_), kDiskAdvice);
+    if (count < 0) throw_errno(text::format("cannot write {}", path_), kDiskAdvice);
     const auto written = static_cast<std::size_t>(count);
     hasher_.add(bytes.substr(0, written));
     record_.bytes += written;
@@ -46,11 +47,11 @@ void FileWriter::write(std::string_view bytes) {
 
 FileRecord FileWriter::finish() {
   if (::fsync(file_.get()) != 0) {
-    throw_errno(fmt::format("cannot bring {} to the disk", path_), kDiskAdvice);
+    throw_errno(text::format("cannot bring {} to the disk", path_), kDiskAdvice);
   }
   // Some file systems, NFS among them, report here that they had no room.
   if (::close(file_.release()) != 0 && errno != EINTR) {
-    throw_errno(fmt::format("cannot close {}", path_), kDiskAdvice);
+    throw_errno(text::format("cannot close {}", path_), kDiskAdvice);
   }
   record_.hash = hasher_.hex();
   return record_;
@@ -65,7 +66,7 @@ FileRecord write_file(const std::string& folder, const std::string& name, std::s
 void sync_folder(const std::string& folder) {
   const Fd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd || ::fsync(fd.get()) != 0) {
-    throw_errno(fmt::format("cannot bring the folder {} to the disk", folder), kDiskAdvice);
+    throw_errno(text::format("cannot bring the folder {} to the disk", folder), kDiskAdvice);
   }
 }
 
@@ -73,11 +74,11 @@ FileReader::FileReader(const std::string& path)
     : path_(path), file_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
   struct stat status {};
   if (!file_ || ::fstat(file_.get(), &status) != 0) {
-    throw_errno(fmt::format("cannot read {}", path_), "Check its name and its permissions.");
+    throw_errno(text::format("cannot read {}", path_), "Check its name and its permissions.");
   }
   if (!S_ISREG(status.st_mode)) {
     throw UsageError({.operation = "reading a checkpoint"},
-                     fmt::format("{} is not a file.\nGive the file itself.", path_));
+                     text::format("{} is not a file.\nGive the file itself.", path_));
   }
   bytes_ = static_cast<std::uint64_t>(status.st_size);
 }
@@ -86,12 +87,12 @@ void FileReader::read(std::uint64_t at, std::uint64_t count, char* into) const {
   while (count > 0) {
     const ssize_t got = ::pread(file_.get(), into, count, static_cast<off_t>(at));
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw_errno(fmt::format("cannot read {}", path_), kDiskAdvice);
+    if (got < 0) throw_errno(text::format("cannot read {}", path_), kDiskAdvice);
     if (got == 0) {
       throw UsageError({.operation = "reading a checkpoint"},
-                       fmt::format("{} became shorter while it was read: it had {} bytes.\nLet "
-                                   "nobody write to it.",
-                                   path_, bytes_));
+                       text::format("{} became shorter while it was read: it had {} bytes.\nLet "
+                                    "nobody write to it.",
+                                    path_, bytes_));
     }
     at += static_cast<std::uint64_t>(got);
     into += got;
@@ -136,9 +137,9 @@ std::string read_whole(const std::string& path) {
   const FileReader file(path);
   if (file.bytes() > kMaxSmallBytes) {
     throw UsageError({.operation = "reading a checkpoint"},
-                     fmt::format("{} has {} bytes, far more than such a file has.\nTake another "
-                                 "copy of it.",
-                                 path, file.bytes()));
+                     text::format("{} has {} bytes, far more than such a file has.\nTake another "
+                                  "copy of it.",
+                                  path, file.bytes()));
   }
   return file.read(0, file.bytes());
 }
@@ -154,8 +155,9 @@ nlohmann::json parse_json(const std::string& text, const std::string& path) {
     if (json.is_object()) return json;
   } catch (const std::exception&) {  // said below
   }
-  throw UsageError({.operation = "reading a checkpoint"},
-                   fmt::format("{} is not as lockstep writes it.\nTake another copy of it.", path));
+  throw UsageError(
+      {.operation = "reading a checkpoint"},
+      text::format("{} is not as lockstep writes it.\nTake another copy of it.", path));
 }
 
 }  // namespace lockstep

@@ -1,8 +1,6 @@
 #include "archive/folder.h"
 
 #include <fcntl.h>
-#include <fmt/chrono.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -15,6 +13,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <random>
+
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -69,7 +69,7 @@ void make_folder(const std::string& path) {
   if (fs::is_directory(whole, error)) return;
   if (whole.has_parent_path() && whole.parent_path() != whole) make_folder(whole.parent_path());
   if (::mkdir(whole.c_str(), 0777) != 0 && errno != EEXIST) {
-    throw_errno(fmt::format("cannot make the folder {}", path),
+    throw_errno(text::format("cannot make the folder {}", path),
                 "Give a folder that this user may write to.");
   }
   sync_folder(whole.parent_path());
@@ -77,7 +77,7 @@ void make_folder(const std::string& path) {
 
 std::string random_name(std::string_view prefix) {
   std::random_device random;
-  return fmt::format("{}{:08x}{:08x}", prefix, random(), random());
+  return text::format("{}{:08x}{:08x}", prefix, random(), random());
 }
 
 std::vector<std::string> names_in(const std::string& folder) {
@@ -89,7 +89,7 @@ std::vector<std::string> names_in(const std::string& folder) {
   }
   if (error) {
     errno = error.value();
-    throw_errno(fmt::format("cannot read the folder {}", folder),
+    throw_errno(text::format("cannot read the folder {}", folder),
                 "Check its name and its permissions.");
   }
   return names;
@@ -97,7 +97,7 @@ std::vector<std::string> names_in(const std::string& folder) {
 
 }  // namespace
 
-std::string CheckpointName::text() const { return fmt::format("{}-step-{}", number, step); }
+std::string CheckpointName::text() const { return text::format("{}-step-{}", number, step); }
 
 std::vector<CheckpointName> list_checkpoints(const std::string& folder) {
   std::vector<CheckpointName> found;
@@ -113,7 +113,7 @@ Manifest read_manifest(const std::string& checkpoint) {
   const std::string path = checkpoint + "/" + kManifest;
   std::error_code error;
   if (fs::status(path, error).type() == fs::file_type::not_found) {
-    refuse(fmt::format("{} has no {}.\nGive a checkpoint.", checkpoint, kManifest));
+    refuse(text::format("{} has no {}.\nGive a checkpoint.", checkpoint, kManifest));
   }
   Json json = parse_json(read_whole(path), path);
   try {
@@ -121,11 +121,11 @@ Manifest read_manifest(const std::string& checkpoint) {
     manifest.hash = json.at("hash");
     json.erase("hash");
     if (json.at("format") != kFormat) {
-      refuse(fmt::format("{} has the format {}, this lockstep knows {}.\nUse a newer lockstep.",
-                         path, json.at("format").dump(), kFormat));
+      refuse(text::format("{} has the format {}, this lockstep knows {}.\nUse a newer lockstep.",
+                          path, json.at("format").dump(), kFormat));
     }
     if (hash_of(json) != manifest.hash) {
-      refuse(fmt::format("{} was changed after it was written.\nTake another checkpoint.", path));
+      refuse(text::format("{} was changed after it was written.\nTake another checkpoint.", path));
     }
     manifest.step = json.at("step");
     manifest.saved_at = json.at("saved_at");
@@ -134,13 +134,13 @@ Manifest read_manifest(const std::string& checkpoint) {
     for (const FileRecord& file : manifest.files) {
       if (file.name.empty() || file.name.find('/') != std::string::npos) {
         refuse(
-            fmt::format("{} names '{}', which is not a file beside it.\nTake another checkpoint.",
-                        path, file.name));
+            text::format("{} names '{}', which is not a file beside it.\nTake another checkpoint.",
+                         path, file.name));
       }
     }
     return manifest;
   } catch (const Json::exception&) {
-    refuse(fmt::format("{} is no manifest of a checkpoint.\nTake another one.", path));
+    refuse(text::format("{} is no manifest of a checkpoint.\nTake another one.", path));
   }
 }
 
@@ -148,9 +148,9 @@ std::string find_damage(const std::string& checkpoint, const Manifest& manifest)
   for (const FileRecord& record : manifest.files) {
     const FileReader file(checkpoint + "/" + record.name);
     if (file.bytes() != record.bytes) {
-      return fmt::format("{} has {} bytes instead of {}", record.name, file.bytes(), record.bytes);
+      return text::format("{} has {} bytes instead of {}", record.name, file.bytes(), record.bytes);
     }
-    if (file.hash() != record.hash) return fmt::format("{} has a wrong checksum", record.name);
+    if (file.hash() != record.hash) return text::format("{} has a wrong checksum", record.name);
   }
   return {};
 } catch (const Error& error) {
@@ -161,13 +161,14 @@ CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
   make_folder(path_);
   const std::string file = path_ + "/" + kLock;
   lock_ = Fd(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
-  if (!lock_) throw_errno(fmt::format("cannot write {}", file), "Check its permissions.");
+  if (!lock_) throw_errno(text::format("cannot write {}", file), "Check its permissions.");
   if (::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return;
-  if (errno != EWOULDBLOCK) throw_errno(fmt::format("cannot lock {}", file), "Use another folder.");
+  if (errno != EWOULDBLOCK)
+    throw_errno(text::format("cannot lock {}", file), "Use another folder.");
   refuse(
-      fmt::format("Another run writes its checkpoints to {}.\nGive each run a folder of its own, "
-                  "or wait until that one has ended.",
-                  path_));
+      text::format("Another run writes its checkpoints to {}.\nGive each run a folder of its own, "
+                   "or wait until that one has ended.",
+                   path_));
 }
 
 void CheckpointFolder::remove_orphans() const {
@@ -183,7 +184,7 @@ std::string CheckpointFolder::begin() const {
   // Chance is in the name, so a process of an earlier run that is still there writes elsewhere.
   std::string name = random_name(kUnfinished);
   if (::mkdir((path_ + "/" + name).c_str(), 0777) != 0) {
-    throw_errno(fmt::format("cannot make the folder {}/{}", path_, name),
+    throw_errno(text::format("cannot make the folder {}/{}", path_, name),
                 "Check whether the disk is full, and the folder's permissions.");
   }
   return name;
@@ -193,13 +194,17 @@ void CheckpointFolder::commit(const std::string& unfinished, const CheckpointNam
                               Manifest manifest) const {
   const std::string from = path_ + "/" + unfinished;
   const std::string to = path_ + "/" + name.text();
-  manifest.saved_at = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
+  const std::time_t now = std::time(nullptr);
+  std::tm calendar{};
+  char saved_at[32];
+  std::strftime(saved_at, sizeof saved_at, "%Y-%m-%dT%H:%M:%SZ", ::gmtime_r(&now, &calendar));
+  manifest.saved_at = saved_at;
   Json json = to_json(manifest);
   json["hash"] = hash_of(json);
   write_file(from, kManifest, json.dump(1) + "\n");
   sync_folder(from);
   if (::rename(from.c_str(), to.c_str()) != 0) {
-    throw_errno(fmt::format("cannot rename {} to {}", from, to),
+    throw_errno(text::format("cannot rename {} to {}", from, to),
                 "Check whether the disk is full or failing.");
   }
   sync_folder(path_);

@@ -1,6 +1,5 @@
 #include "archive/safetensors.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
@@ -8,6 +7,8 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -40,7 +41,7 @@ constexpr std::array<std::pair<std::string_view, int>, 18> kTypes = {{{"BOOL", 1
 [[noreturn]] void refuse(const std::string& file, const std::string& why) {
   throw UsageError(
       {.operation = "reading a checkpoint"},
-      fmt::format("{} is no whole safetensors file: {}.\nTake another copy of it.", file, why));
+      text::format("{} is no whole safetensors file: {}.\nTake another copy of it.", file, why));
 }
 
 // Follows the parser through the header, one value at a time: no tree is built, so a header costs
@@ -58,7 +59,7 @@ class Reader : public Json::json_sax_t {
   bool number_unsigned(std::uint64_t value) override {
     if (level_ != Level::kNumbers) unexpected("a number");
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
-      unexpected(fmt::format("the number {}", value));
+      unexpected(text::format("the number {}", value));
     }
     if (field_ == "shape") {
       entry_.shape.push_back(static_cast<std::int64_t>(value));
@@ -129,7 +130,7 @@ class Reader : public Json::json_sax_t {
   }
 
   bool parse_error(std::size_t at, const std::string&, const Json::exception&) override {
-    refuse(file_, fmt::format("its header is no JSON at byte {}", at));
+    refuse(file_, text::format("its header is no JSON at byte {}", at));
   }
 
   TensorHeader header;  // places are counted from the end of the header
@@ -138,34 +139,34 @@ class Reader : public Json::json_sax_t {
   enum class Level { kOutside, kHeader, kTexts, kEntry, kNumbers };
 
   [[noreturn]] void unexpected(const std::string& what) {
-    refuse(file_, fmt::format("its header has {} where there must be none, near '{}'", what,
-                              name_.substr(0, 100)));
+    refuse(file_, text::format("its header has {} where there must be none, near '{}'", what,
+                               name_.substr(0, 100)));
   }
 
   void finish_entry() {
     const std::string shown = name_.substr(0, 100);
     if (entry_.dtype.empty() || !has_shape_ || num_offsets_ != 2) {
-      refuse(file_, fmt::format("'{}' lacks its dtype, shape or data_offsets", shown));
+      refuse(file_, text::format("'{}' lacks its dtype, shape or data_offsets", shown));
     }
     const int element = bytes_of_dtype(entry_.dtype);
     if (element == 0) {
       refuse(file_,
-             fmt::format("'{}' has the unknown type '{}'", shown, entry_.dtype.substr(0, 100)));
+             text::format("'{}' has the unknown type '{}'", shown, entry_.dtype.substr(0, 100)));
     }
     std::uint64_t bytes = static_cast<std::uint64_t>(element);
     for (const std::int64_t size : entry_.shape) {
       if (__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes)) {
-        refuse(file_, fmt::format("'{}' has more elements than there can be", shown));
+        refuse(file_, text::format("'{}' has more elements than there can be", shown));
       }
     }
     if (offsets_[1] < offsets_[0] || offsets_[1] - offsets_[0] != bytes) {
-      refuse(file_, fmt::format("'{}' needs {} bytes, its data_offsets are [{}, {}]", shown, bytes,
-                                offsets_[0], offsets_[1]));
+      refuse(file_, text::format("'{}' needs {} bytes, its data_offsets are [{}, {}]", shown, bytes,
+                                 offsets_[0], offsets_[1]));
     }
     entry_.begin = offsets_[0];
     entry_.bytes = bytes;
     if (!header.tensors.emplace(name_, std::move(entry_)).second) {
-      refuse(file_, fmt::format("'{}' is there twice", shown));
+      refuse(file_, text::format("'{}' is there twice", shown));
     }
   }
 
@@ -190,18 +191,18 @@ int bytes_of_dtype(std::string_view dtype) {
 std::uint64_t parse_header_length(std::string_view first_bytes, std::uint64_t file_bytes,
                                   const std::string& file) {
   if (file_bytes < kLengthBytes || first_bytes.size() < kLengthBytes) {
-    refuse(file, fmt::format("it has {} bytes", file_bytes));
+    refuse(file, text::format("it has {} bytes", file_bytes));
   }
   std::uint64_t length = 0;
   for (std::size_t i = kLengthBytes; i-- > 0;) {
     length = length << 8 | static_cast<unsigned char>(first_bytes[i]);
   }
   if (length > file_bytes - kLengthBytes) {
-    refuse(file,
-           fmt::format("its header is said to have {} bytes, the file has {}", length, file_bytes));
+    refuse(file, text::format("its header is said to have {} bytes, the file has {}", length,
+                              file_bytes));
   }
   if (length > kMaxHeaderBytes) {
-    refuse(file, fmt::format("its header has {} bytes, more than {}", length, kMaxHeaderBytes));
+    refuse(file, text::format("its header has {} bytes, more than {}", length, kMaxHeaderBytes));
   }
   return length;
 }
@@ -220,18 +221,18 @@ TensorHeader parse_header(std::string_view json, std::uint64_t file_bytes,
   std::uint64_t at = 0;
   for (const auto& [begin, name] : places) {
     if (begin != at) {
-      refuse(file, fmt::format("'{}' begins at {}, but what is before it ends at {}",
-                               name.substr(0, 100), begin, at));
+      refuse(file, text::format("'{}' begins at {}, but what is before it ends at {}",
+                                name.substr(0, 100), begin, at));
     }
     at += reader.header.tensors.find(std::string(name))->second.bytes;
   }
   for (auto& [name, entry] : reader.header.tensors) {
-    if (entry.begin > at) refuse(file, fmt::format("'{}' lies outside", name.substr(0, 100)));
+    if (entry.begin > at) refuse(file, text::format("'{}' lies outside", name.substr(0, 100)));
     entry.begin += data_begin;
   }
   if (data_begin + at != file_bytes) {
     refuse(file,
-           fmt::format("its tensors end at byte {}, the file at {}", data_begin + at, file_bytes));
+           text::format("its tensors end at byte {}, the file at {}", data_begin + at, file_bytes));
   }
   return std::move(reader.header);
 }
@@ -253,10 +254,10 @@ std::string make_header(std::vector<std::pair<std::string, TensorEntry>>& tensor
   if (text.size() > kMaxHeaderBytes || json.size() != tensors.size() + (metadata.empty() ? 0 : 1)) {
     throw UsageError(
         {.operation = "save"},
-        fmt::format("{} tensors, with {} different names and {} bytes of their "
-                    "description, do not go into a file.\nGive each a name of its own, "
-                    "and save fewer together.",
-                    tensors.size(), json.size(), text.size()));
+        text::format("{} tensors, with {} different names and {} bytes of their "
+                     "description, do not go into a file.\nGive each a name of its own, "
+                     "and save fewer together.",
+                     tensors.size(), json.size(), text.size()));
   }
   text.resize((text.size() + kAlignment - 1) / kAlignment * kAlignment, ' ');
   std::string length;

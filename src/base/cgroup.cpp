@@ -1,13 +1,12 @@
 #include "base/cgroup.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <functional>
 #include <limits>
 #include <sstream>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -29,9 +28,10 @@ void for_each_group(const std::string& system_root, const std::string& controlle
     const std::size_t first = line.find(':');
     const std::size_t second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers = fmt::format(",{},", line.substr(first + 1, second - first - 1));
+    const std::string controllers =
+        text::format(",{},", line.substr(first + 1, second - first - 1));
     const bool is_v2 = line.starts_with("0::");
-    if (!is_v2 && controllers.find(fmt::format(",{},", controller)) == std::string::npos) continue;
+    if (!is_v2 && controllers.find(text::format(",{},", controller)) == std::string::npos) continue;
     const std::string root = system_root + "/sys/fs/cgroup" + (is_v2 ? "" : "/" + controller);
     std::string path = line.substr(second + 1);
     while (true) {

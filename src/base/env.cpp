@@ -1,11 +1,12 @@
 #include "base/env.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <unistd.h>
 
 #include <charconv>
 #include <string_view>
+
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -37,8 +38,8 @@ int parse_int(const std::string& what, const std::string& text, int least) {
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   if (error != std::errc() || stop != end || value < least) {
-    throw UsageError({}, fmt::format("{} is '{}'.\nSet it to a whole number of at least {}.", what,
-                                     text, least));
+    throw UsageError({}, text::format("{} is '{}'.\nSet it to a whole number of at least {}.", what,
+                                      text, least));
   }
   return value;
 }

@@ -2,19 +2,19 @@
 
 #include <lockstep/error.h>
 
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
 
 std::string with_heading(const ErrorPlace& place, const std::string& message) {
   std::string text = "lockstep error";
-  if (place.rank >= 0) text += fmt::format(" on rank {}", place.rank);
-  text += fmt::format(" (host {}, pid {})", host_name(), ::getpid());
-  if (place.step >= 0) text += fmt::format(", step {}", place.step);
+  if (place.rank >= 0) text += text::format(" on rank {}", place.rank);
+  text += text::format(" (host {}, pid {})", host_name(), ::getpid());
+  if (place.step >= 0) text += text::format(", step {}", place.step);
   if (!place.operation.empty()) text += ", " + place.operation;
   text += ":\n  ";
   for (const char c : message) {

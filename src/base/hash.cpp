@@ -1,9 +1,9 @@
 #include "base/hash.h"
 
-#include <fmt/format.h>
-
 #define XXH_INLINE_ALL
 #include <xxhash.h>
+
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -21,7 +21,7 @@ void Hasher::add(std::string_view bytes) {
 
 std::string Hasher::hex() const {
   const XXH128_hash_t hash = XXH3_128bits_digest(static_cast<XXH3_state_t*>(state_.get()));
-  return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
+  return text::format("{:016x}{:016x}", hash.high64, hash.low64);
 }
 
 }  // namespace lockstep

@@ -34,22 +34,22 @@ LogLevel parse_log_level(std::string_view text) {
   for (std::size_t i = 0; i < kNames.size(); ++i) {
     if (text == kNames[i]) return static_cast<LogLevel>(i);
   }
-  throw UsageError({}, fmt::format("LOCKSTEP_LOG is '{}'.\n"
-                                   "Set it to debug, info, warning, error or off.",
-                                   text));
+  throw UsageError({}, text::format("LOCKSTEP_LOG is '{}'.\n"
+                                    "Set it to debug, info, warning, error or off.",
+                                    text));
 }
 
 Log::Log(int rank) : Log(rank, level_from_environment(), STDERR_FILENO) {}
 
 void Log::write(LogLevel level, std::string_view message) const {
   if (level < least_) return;
-  const std::string prefix = fmt::format(
-      "lockstep{}{}: ", rank_ < 0 ? std::string() : fmt::format("[{}]", rank_),
+  const std::string prefix = text::format(
+      "lockstep{}{}: ", rank_ < 0 ? std::string() : text::format("[{}]", rank_),
       level == LogLevel::kInfo ? std::string()
-                               : fmt::format(" {}", kNames[static_cast<std::size_t>(level)]));
+                               : text::format(" {}", kNames[static_cast<std::size_t>(level)]));
   while (true) {
     const std::size_t end = message.find('\n');
-    write_line(fd_, fmt::format("{}{}\n", prefix, message.substr(0, end)));
+    write_line(fd_, text::format("{}{}\n", prefix, message.substr(0, end)));
     if (end == std::string_view::npos) return;
     message.remove_prefix(end + 1);
   }

@@ -4,9 +4,9 @@
 // Threading: safe from any thread and any number of processes; a line is one write(2).
 #pragma once
 
-#include <fmt/format.h>
-
 #include <string_view>
+
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -23,15 +23,15 @@ class Log {
 
   template <typename... Args>
   void debug(fmt::format_string<Args...> format, Args&&... args) const {
-    write(LogLevel::kDebug, fmt::format(format, std::forward<Args>(args)...));
+    write(LogLevel::kDebug, text::format(format, std::forward<Args>(args)...));
   }
   template <typename... Args>
   void info(fmt::format_string<Args...> format, Args&&... args) const {
-    write(LogLevel::kInfo, fmt::format(format, std::forward<Args>(args)...));
+    write(LogLevel::kInfo, text::format(format, std::forward<Args>(args)...));
   }
   template <typename... Args>
   void warning(fmt::format_string<Args...> format, Args&&... args) const {
-    write(LogLevel::kWarning, fmt::format(format, std::forward<Args>(args)...));
+    write(LogLevel::kWarning, text::format(format, std::forward<Args>(args)...));
   }
 
   void write(LogLevel level, std::string_view message) const;

@@ -1,7 +1,6 @@
 #include "base/posix.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -12,6 +11,8 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -50,7 +51,7 @@ NoSigpipe::~NoSigpipe() {
 
 void throw_errno(std::string_view what, std::string_view action) {
   const int code = errno;
-  throw SystemError({}, code, fmt::format("{}: {}.\n{}", what, std::strerror(code), action));
+  throw SystemError({}, code, text::format("{}: {}.\n{}", what, std::strerror(code), action));
 }
 
 Pipe make_pipe() {
@@ -70,7 +71,7 @@ Fd make_memfd(const std::string& name) {
 Fd duplicate(int fd) {
   Fd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!copy) {
-    throw_errno(fmt::format("cannot duplicate descriptor {}", fd),
+    throw_errno(text::format("cannot duplicate descriptor {}", fd),
                 "It must be open in this process, and below the limit on open files (ulimit -n).");
   }
   return copy;

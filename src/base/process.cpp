@@ -1,7 +1,6 @@
 #include "base/process.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <sched.h>
 #include <sys/prctl.h>
@@ -18,6 +17,7 @@
 #include <thread>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -31,7 +31,7 @@ struct Stat {
 
 // The name of a process may hold spaces and brackets: the fields begin after the last ")".
 Stat read_stat(pid_t pid) {
-  const std::string text = read_small_file(fmt::format("/proc/{}/stat", pid));
+  const std::string text = read_small_file(text::format("/proc/{}/stat", pid));
   const std::size_t name_end = text.rfind(')');
   Stat stat;
   if (name_end == std::string::npos) return stat;
@@ -127,8 +127,8 @@ ExitStatus ExitStatus::from_wait(int wait_status) {
 }
 
 std::string ExitStatus::text() const {
-  if (signal == 0) return fmt::format("exited with code {}", code);
-  return fmt::format("was killed by signal {} ({})", signal, ::strsignal(signal));
+  if (signal == 0) return text::format("exited with code {}", code);
+  return text::format("was killed by signal {} ({})", signal, ::strsignal(signal));
 }
 
 pid_t spawn(const Command& command) {
@@ -157,7 +157,7 @@ pid_t spawn(const Command& command) {
   if (count == static_cast<ssize_t>(sizeof code)) {
     ::waitpid(pid, nullptr, 0);
     errno = code;
-    throw_errno(fmt::format("cannot start '{}'", command.arguments.front()),
+    throw_errno(text::format("cannot start '{}'", command.arguments.front()),
                 "Check that the program exists and may be executed.");
   }
   return pid;

@@ -1,7 +1,6 @@
 #include "base/socket.h"
 
 #include <arpa/inet.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
@@ -10,6 +9,8 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -23,9 +24,9 @@ Addresses find_addresses(const std::string& host, int port) {
   const int code = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
   if (code != 0) {
     throw SystemError({.operation = "join"}, 0,
-                      fmt::format("The address of '{}' was not found: {}.\nGive a name or an "
-                                  "address of the first rank's host (MASTER_ADDR, --master).",
-                                  host, ::gai_strerror(code)));
+                      text::format("The address of '{}' was not found: {}.\nGive a name or an "
+                                   "address of the first rank's host (MASTER_ADDR, --master).",
+                                   host, ::gai_strerror(code)));
   }
   return {found, ::freeaddrinfo};
 }

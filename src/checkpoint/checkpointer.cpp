@@ -1,15 +1,16 @@
 #include "checkpoint/checkpointer.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <torch/nn/module.h>
 #include <unistd.h>
 
 #include <algorithm>
 
+#include "base/cause.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "checkpoint/tensors.h"
-#include "ddp/agreement.h"
+#include "world/exchange.h"
 
 namespace lockstep {
 namespace {
@@ -25,32 +26,12 @@ bool has_come(std::uint64_t signals) { return (signals_seen & signals) != 0; }
 
 }  // namespace
 
-std::string failure_text(const std::exception_ptr& failure) try {
-  if (failure) std::rethrow_exception(failure);
-  return {};
-} catch (const std::exception& error) {
-  const auto* const known = dynamic_cast<const Error*>(&error);
-  const auto* const refused = dynamic_cast<const SystemError*>(&error);
-  const Json text = {{"kind", known != nullptr ? known->kind() : ErrorKind::kSystem},
-                     {"code", refused != nullptr ? refused->code() : 0},
-                     {"message", known != nullptr ? known->message() : error.what()}};
-  return text.dump(-1, ' ', false, Json::error_handler_t::replace);
+std::string failure_text(const std::exception_ptr& failure, int rank) {
+  return failure ? to_text(cause_of(failure, rank)) : std::string();
 }
 
-void throw_failure(const std::vector<std::string>& failures, const World& world,
-                   const std::string& operation) {
-  for (int rank = 0; rank < world.size(); ++rank) {
-    const std::string& text = failures[static_cast<std::size_t>(rank)];
-    if (text.empty()) continue;
-    const Json failure = Json::parse(text);
-    const std::string first = failure.at("message");
-    const std::string message =
-        rank == world.rank() ? first : fmt::format("Because rank {}: {}", rank, first);
-    const ErrorPlace place{.rank = world.rank(), .peer = rank, .operation = operation};
-    const auto kind = failure.at("kind").get<ErrorKind>();
-    if (kind == ErrorKind::kSystem) throw SystemError(place, failure.at("code"), message);
-    throw_error(kind, place, message);
-  }
+std::string to_text(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
@@ -58,25 +39,26 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
     : world(std::move(its_world)), options(its_options), path(its_folder) {
   if (options.keep_last < 0 || options.keep_every < 0) {
     throw UsageError({.rank = world.rank(), .operation = "Checkpointer"},
-                     fmt::format("keep_last is {}, keep_every is {}.\nGive 0 or more.",
-                                 options.keep_last, options.keep_every));
+                     text::format("keep_last is {}, keep_every is {}.\nGive 0 or more.",
+                                  options.keep_last, options.keep_every));
   }
+  const ErrorPlace place{.rank = world.rank(), .operation = "Checkpointer"};
   // Ranks that see each other's probes see the same folder.
   Json mine = {{"probe", ""}};
   try {
     mine["probe"] = leave_probe(path);
   } catch (const std::exception&) {
-    mine["failure"] = failure_text(std::current_exception());
+    mine["failure"] = failure_text(std::current_exception(), world.rank());
   }
   std::vector<std::string> failures;
-  const auto all = exchange_texts(world, mine.dump());
+  const auto all = exchange_texts(world, to_text(mine));
   for (int rank = 0; rank < world.size(); ++rank) {
     const Json its = Json::parse(all[static_cast<std::size_t>(rank)]);
     failures.push_back(its.value("failure", ""));
     const std::string probe = path + "/" + its.at("probe").get<std::string>();
     if (rank == world.rank() || ::access(probe.c_str(), F_OK) == 0) group.push_back(rank);
   }
-  throw_failure(failures, world, "Checkpointer");
+  throw_first_cause(world, failures, place);
   world.barrier();
   ::unlink((path + "/" + mine.at("probe").get<std::string>()).c_str());
   std::exception_ptr failure;
@@ -92,7 +74,7 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  throw_failure(exchange_texts(world, failure_text(failure)), world, "Checkpointer");
+  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())), place);
   for (const std::string& text : exchange_texts(world, std::to_string(newest))) {
     next_number = std::max<std::int64_t>(next_number, std::stoll(text) + 1);
   }
@@ -111,15 +93,12 @@ Checkpointer::Impl::~Impl() {
   writer.join();
   if (writer_failure) {
     Log(world.rank())
-        .warning("the last checkpoint was not saved: {}", failure_text(writer_failure));
+        .warning("the last checkpoint was not saved: {}",
+                 cause_of(writer_failure, world.rank()).message);
   }
 }
 
-bool Checkpointer::Impl::is_on_one_host() const {
-  return std::ranges::all_of(world.members(), [&](const Member& member) {
-    return member.host_id == world.members().front().host_id;
-  });
-}
+bool Checkpointer::Impl::is_on_one_host() const { return world.local_size() == world.size(); }
 
 Checkpointer::Checkpointer(const std::string& folder, World world, const CheckpointOptions& options)
     : impl_(std::make_unique<Impl>(folder, std::move(world), options)) {}
@@ -133,9 +112,9 @@ void add_part(std::vector<Part>& parts, Part part, int rank) {
   const auto is_it = [&](const Part& one) { return one.name == part.name; };
   if (std::ranges::any_of(parts, is_it) || part.name.empty()) {
     throw UsageError({.rank = rank, .operation = "Checkpointer::add"},
-                     fmt::format("There is something by the name '{}' already.\nGive each a name "
-                                 "of its own.",
-                                 part.name));
+                     text::format("There is something by the name '{}' already.\nGive each a name "
+                                  "of its own.",
+                                  part.name));
   }
   parts.push_back(std::move(part));
 }
@@ -214,7 +193,7 @@ void Checkpointer::on_signal(int signal) {
   action.sa_flags = SA_RESTART;
   if (signal < 1 || signal >= 64 || ::sigaction(signal, &action, &before) != 0) {
     throw UsageError(place,
-                     fmt::format("Signal {} cannot be caught.\nUse SIGTERM or SIGUSR1.", signal));
+                     text::format("Signal {} cannot be caught.\nUse SIGTERM or SIGUSR1.", signal));
   }
   impl_->signals.emplace_back(signal, before);
   *impl_->signal_bits |= std::uint64_t{1} << signal;

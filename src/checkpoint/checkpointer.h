@@ -81,9 +81,9 @@ struct Checkpointer::Impl {
 };
 
 // What went wrong on a rank, for all to know.
-std::string failure_text(const std::exception_ptr& failure);
-// Throws the first of the failures, which are by rank; nothing if all texts are empty.
-void throw_failure(const std::vector<std::string>& failures, const World& world,
-                   const std::string& operation);
+std::string failure_text(const std::exception_ptr& failure, int rank);
+
+// As a text for other ranks: bytes that are not UTF-8 do no harm.
+std::string to_text(const Json& json);
 
 }  // namespace lockstep

@@ -2,19 +2,17 @@
 // read it, and over several hosts one reads and all receive.
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
 #include <filesystem>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "checkpoint/checkpointer.h"
-#include "checkpoint/exchange.h"
 #include "checkpoint/tensors.h"
-#include "ddp/agreement.h"
-#include "ddp/packed.h"
+#include "world/exchange.h"
+#include "world/packed.h"
 
 namespace lockstep {
 namespace {
@@ -78,7 +76,7 @@ std::optional<CheckpointName> Checkpointer::Impl::find_newest(
       damage = error.what();
     }
     if (damage.empty()) return name;
-    skipped.push_back(fmt::format("{}: {}", one, damage));
+    skipped.push_back(text::format("{}: {}", one, damage));
   }
   return std::nullopt;
 }
@@ -94,7 +92,8 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  throw_failure(exchange_texts(world, failure_text(failure)), world, "load");
+  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
+                    {.rank = world.rank(), .operation = "load"});
   if (!can_all_read) {
     const std::string text =
         share_text(world, is_reader ? describe(contents).dump() : std::string(), reader);
@@ -108,13 +107,13 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   const Json values = contents.state.value("parts", Json::object());
   for (const Part& part : parts) {
     if (part.has_values && !values.contains(part.name)) {
-      loaded.differences.push_back(fmt::format("missing: {}", part.name));
+      loaded.differences.push_back(text::format("missing: {}", part.name));
       continue;
     }
     try {
       wishes.push_back(part.load(part.has_values ? values.at(part.name) : Json()));
     } catch (const Json::exception&) {
-      loaded.differences.push_back(fmt::format("{}: not as lockstep writes it", part.name));
+      loaded.differences.push_back(text::format("{}: not as lockstep writes it", part.name));
       continue;
     }
     for (const NamedTensor& one : wishes.back().tensors) wanted.push_back(one);
@@ -123,7 +122,7 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   for (const auto& one : values.items()) {
     const auto is_it = [&](const Part& part) { return part.has_values && part.name == one.key(); };
     if (std::ranges::none_of(parts, is_it)) {
-      loaded.differences.push_back(fmt::format("unexpected: {}", one.key()));
+      loaded.differences.push_back(text::format("unexpected: {}", one.key()));
     }
   }
   std::vector<NamedTensor> fitting;
@@ -143,7 +142,8 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  throw_failure(exchange_texts(world, failure_text(failure)), world, "load");
+  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
+                    {.rank = world.rank(), .operation = "load"});
   if (!can_all_read) {
     std::vector<at::Tensor> tensors;
     for (const NamedTensor& one : fitting) tensors.push_back(one.tensor);
@@ -167,14 +167,14 @@ Loaded Checkpointer::load_latest(const LoadOptions& options) {
       mine["skipped"] = skipped;
     }
   } catch (const std::exception&) {
-    mine["failure"] = failure_text(std::current_exception());
+    mine["failure"] = failure_text(std::current_exception(), world.rank());
   }
   int reader = -1;
   std::int64_t newest = -1;
   std::string name;
   std::vector<std::string> failures;
   std::vector<std::string> skipped;
-  for (const std::string& text : exchange_texts(world, mine.dump())) {
+  for (const std::string& text : exchange_texts(world, to_text(mine))) {
     const Json its = Json::parse(text);
     failures.push_back(its.at("failure"));
     for (const auto& one : its.at("skipped")) skipped.push_back(one);
@@ -183,13 +183,13 @@ Loaded Checkpointer::load_latest(const LoadOptions& options) {
     name = its.at("text");
     reader = static_cast<int>(failures.size()) - 1;
   }
-  throw_failure(failures, world, "load_latest");
+  throw_first_cause(world, failures, {.rank = world.rank(), .operation = "load_latest"});
   if (reader < 0 && skipped.empty()) return {};
   if (reader < 0) {
     throw UsageError({.rank = world.rank(), .operation = "load_latest"},
-                     fmt::format("None of the checkpoints is whole:\n  {}\nTake a copy from "
-                                 "elsewhere, or remove them to begin anew.",
-                                 fmt::join(skipped, "\n  ")));
+                     text::format("None of the checkpoints is whole:\n  {}\nTake a copy from "
+                                  "elsewhere, or remove them to begin anew.",
+                                  text::join(skipped, "\n  ")));
   }
   if (world.rank() == 0) {
     for (const std::string& one : skipped) Log(0).warning("skipped {}", one);
@@ -219,13 +219,14 @@ Loaded Checkpointer::load(const std::string& path, const LoadOptions& options) {
       if (!damage.empty()) {
         throw UsageError(
             {.rank = world.rank(), .operation = "load"},
-            fmt::format("{} is not whole: {}.\nTake another checkpoint.", path, damage));
+            text::format("{} is not whole: {}.\nTake another checkpoint.", path, damage));
       }
     }
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  throw_failure(exchange_texts(world, failure_text(failure)), world, "load");
+  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
+                    {.rank = world.rank(), .operation = "load"});
   const bool can_all_read = impl_->is_on_one_host() && std::ranges::count(seen, "0") == 0;
   return impl_->load(path, can_all_read, reader, options);
 }

@@ -2,7 +2,6 @@
 // place, its numbers as JSON and its tensors by name.
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -12,6 +11,7 @@
 
 #include <tuple>
 
+#include "base/text.h"
 #include "checkpoint/parts.h"
 
 namespace lockstep {
@@ -129,7 +129,7 @@ void save(to::Optimizer& optimizer, const std::string& name, Snapshot& snapshot)
       Kind::tensors(state, [&](const char* key, const at::Tensor& tensor) {
         if (!tensor.defined()) return;
         kept["tensors"][key] = tensor.sizes().vec();
-        snapshot.tensors.push_back({fmt::format("{}.{}.{}", name, place, key), tensor});
+        snapshot.tensors.push_back({text::format("{}.{}.{}", name, place, key), tensor});
       });
       states.push_back(std::move(kept));
     }
@@ -141,8 +141,8 @@ template <typename Kind>
 Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values) {
   using State = typename Kind::State;
   if (values.at("kind") != Kind::kName) {
-    return {.differences = {fmt::format("{}: {} in the file, {} here", name,
-                                        values.at("kind").get<std::string>(), Kind::kName)}};
+    return {.differences = {text::format("{}: {} in the file, {} here", name,
+                                         values.at("kind").get<std::string>(), Kind::kName)}};
   }
   const Json& groups = values.at("groups");
   auto& mine = optimizer.param_groups();
@@ -154,7 +154,7 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
   }
   if (!is_same || values.at("states").size() != total) {
     return {.differences = {
-                fmt::format("{}: other groups, or other numbers of parameters, here", name)}};
+                text::format("{}: other groups, or other numbers of parameters, here", name)}};
   }
   Wish wish;
   auto states = std::make_shared<std::vector<std::unique_ptr<State>>>();
@@ -170,7 +170,7 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
       }
       if (!is_alike) {
         wish.differences.push_back(
-            fmt::format("{}.{}: a state of another shape than its parameter's", name, place));
+            text::format("{}.{}: a state of another shape than its parameter's", name, place));
         states->back().reset();
         continue;
       }
@@ -180,7 +180,7 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
         const auto found = kept.at("tensors").find(key);
         if (found == kept.at("tensors").end()) return;
         tensor = at::zeros_like(parameter.detach());
-        wish.tensors.push_back({fmt::format("{}.{}.{}", name, place, key), tensor});
+        wish.tensors.push_back({text::format("{}.{}.{}", name, place, key), tensor});
       });
     }
   }
@@ -222,10 +222,10 @@ Part part_of(torch::optim::Optimizer& optimizer, const std::string& name) {
   if (dynamic_cast<to::RMSprop*>(&optimizer)) return make_part<RmsPropKind>(optimizer, name);
   if (dynamic_cast<to::Adagrad*>(&optimizer)) return make_part<AdagradKind>(optimizer, name);
   throw UsageError({.operation = "checkpoint"},
-                   fmt::format("The optimizer '{}' is of a kind that checkpoints do not know.\n"
-                               "AdamW, Adam, SGD, RMSprop and Adagrad can be saved; anything else "
-                               "with add(name, save, load).",
-                               name));
+                   text::format("The optimizer '{}' is of a kind that checkpoints do not know.\n"
+                                "AdamW, Adam, SGD, RMSprop and Adagrad can be saved; anything else "
+                                "with add(name, save, load).",
+                                name));
 }
 
 }  // namespace lockstep

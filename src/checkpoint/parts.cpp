@@ -3,13 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <mutex>
 #include <utility>
 
 #include "base/hash.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -124,9 +124,9 @@ Part part_of(const std::string& name, std::function<std::string()> save,
                   text.dump();
                 } catch (const Json::exception&) {
                   throw UsageError({.operation = "save"},
-                                   fmt::format("The text of '{}' is not UTF-8.\nEncode bytes, "
-                                               "or save them as a tensor.",
-                                               name));
+                                   text::format("The text of '{}' is not UTF-8.\nEncode bytes, "
+                                                "or save them as a tensor.",
+                                                name));
                 }
                 snapshot.values[name] = text;
               },

@@ -1,7 +1,6 @@
 // Saving: every rank takes its snapshot, ranks agree, each writes its part, the leader commits.
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
@@ -9,10 +8,10 @@
 
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "checkpoint/checkpointer.h"
-#include "checkpoint/exchange.h"
 #include "checkpoint/tensors.h"
-#include "ddp/agreement.h"
+#include "world/exchange.h"
 
 namespace lockstep {
 namespace {
@@ -49,24 +48,24 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
   if (step < 0) throw UsageError(place, "The step is negative.\nCount steps from 0.");
   if (ddp != nullptr && ddp->num_pending() > 0) {
     throw UsageError(place,
-                     fmt::format("{} backwards of an accumulation are not yet averaged: their "
-                                 "gradients would be lost.\nSave after optimizer.step().",
-                                 ddp->num_pending()));
+                     text::format("{} backwards of an accumulation are not yet averaged: their "
+                                  "gradients would be lost.\nSave after optimizer.step().",
+                                  ddp->num_pending()));
   }
   for (std::size_t i = 1; i < parts.size(); ++i) parts[i].save(snapshot);
   std::set<std::string> names;
   for (const NamedTensor& one : snapshot.tensors) {
     if (names.insert(one.name).second) continue;
-    throw UsageError(place, fmt::format("Two tensors have the name '{}'.\nGive what is added to "
-                                        "the Checkpointer names that differ.",
-                                        one.name));
+    throw UsageError(place, text::format("Two tensors have the name '{}'.\nGive what is added to "
+                                         "the Checkpointer names that differ.",
+                                         one.name));
   }
   const Json state = {{"step", step}, {"world_size", world.size()}, {"parts", snapshot.values}};
   std::string text = state.dump(1) + "\n";
   if (text.size() > kMaxSmallBytes) {
-    throw UsageError(place, fmt::format("What is not a tensor makes {} bytes, more than {}.\nSave "
-                                        "large things as tensors.",
-                                        text.size(), kMaxSmallBytes));
+    throw UsageError(place, text::format("What is not a tensor makes {} bytes, more than {}.\nSave "
+                                         "large things as tensors.",
+                                         text.size(), kMaxSmallBytes));
   }
   return text;
 }
@@ -96,21 +95,21 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
                        {"number", next_number},
                        {"layout", layout},
                        {"unfinished", unfinished},
-                       {"failure", failure_text(failure)}};
-    for (const std::string& text : exchange_texts(world, mine.dump())) {
+                       {"failure", failure_text(failure, world.rank())}};
+    for (const std::string& text : exchange_texts(world, to_text(mine))) {
       all.push_back(Json::parse(text));
       failures.push_back(all.back().at("failure"));
     }
-    throw_failure(failures, world, "save");
+    throw_first_cause(world, failures, {.rank = world.rank(), .operation = "save"});
     for (const char* const what : {"step", "number", "layout"}) {
       for (int rank = 1; rank < world.size(); ++rank) {
         const Json& its = all[static_cast<std::size_t>(rank)].at(what);
         if (its == all[0].at(what)) continue;
         throw MismatchError(
             {.rank = world.rank(), .peer = rank, .step = step, .operation = "save"},
-            fmt::format("Ranks save different things: the {} is {} on rank 0 and "
-                        "{} on rank {}.\nCall save() on all ranks, at the same step.",
-                        what, all[0].at(what).dump(), its.dump(), rank));
+            text::format("Ranks save different things: the {} is {} on rank 0 and "
+                         "{} on rank {}.\nCall save() on all ranks, at the same step.",
+                         what, all[0].at(what).dump(), its.dump(), rank));
       }
     }
   } catch (...) {
@@ -135,16 +134,16 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
   try {
     if (saving.part >= 0 && saving.failure.empty()) {
       const std::string name =
-          fmt::format("tensors-{}-of-{}.safetensors", saving.part, saving.num_parts);
+          text::format("tensors-{}-of-{}.safetensors", saving.part, saving.num_parts);
       const FileRecord record = write_tensors(path + "/" + saving.unfinished, name, saving.mine);
       mine["file"] = {record.name, record.bytes, record.hash};
     }
   } catch (const std::exception&) {
-    mine["failure"] = failure_text(std::current_exception());
+    mine["failure"] = failure_text(std::current_exception(), world.rank());
   }
   std::vector<std::string> failures;
   Manifest manifest{.step = saving.name.step, .world_size = world.size()};
-  const auto all = exchange(mine.dump());
+  const auto all = exchange(to_text(mine));
   for (int rank = 0; rank < world.size(); ++rank) {
     const Json its = Json::parse(all[static_cast<std::size_t>(rank)]);
     failures.push_back(its.at("failure"));
@@ -167,8 +166,9 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
     }
     if (!is_written || failure) folder->abandon(saving.unfinished);
   }
-  const auto commits = exchange(failure_text(failure));
-  throw_failure(is_written ? commits : failures, world, "save");
+  const auto commits = exchange(failure_text(failure, world.rank()));
+  throw_first_cause(world, is_written ? commits : failures,
+                    {.rank = world.rank(), .operation = "save"});
   try {
     if (is_leader()) folder->retain(options.keep_last, options.keep_every);
   } catch (const Error& error) {  // the checkpoint is there; this is tried again with the next
@@ -184,13 +184,13 @@ void Checkpointer::Impl::start_writer(Saving saving) {
   try {
     copy_tensors(saving.mine);
   } catch (const std::exception&) {  // no memory: all are to know
-    saving.failure = failure_text(std::current_exception());
+    saving.failure = failure_text(std::current_exception(), world.rank());
   }
   writer = std::thread([this, saving = std::move(saving)] {
     int round = 0;
     try {
       write(saving, [&](const std::string& mine) {
-        return exchange_by_store(world, fmt::format("{}/{}", saving.key, round++), mine,
+        return exchange_by_store(world, text::format("{}/{}", saving.key, round++), mine,
                                  is_cancelled);
       });
     } catch (...) {

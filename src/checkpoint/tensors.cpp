@@ -1,14 +1,14 @@
 #include "checkpoint/tensors.h"
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/error.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
 #include <array>
 #include <set>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -62,17 +62,17 @@ void write(FileWriter& file, const at::Tensor& tensor) {
 TensorEntry entry_of(const NamedTensor& one) {
   if (!one.tensor.defined() || one.tensor.layout() != at::kStrided) {
     throw UsageError({.operation = "checkpoint"},
-                     fmt::format("'{}' is {}.\nOnly dense tensors can be saved.", one.name,
-                                 one.tensor.defined() ? "sparse" : "undefined"));
+                     text::format("'{}' is {}.\nOnly dense tensors can be saved.", one.name,
+                                  one.tensor.defined() ? "sparse" : "undefined"));
   }
   const at::Tensor plain = as_in_file(one.tensor);
   const auto* const found =
       std::ranges::find(kTypes, plain.scalar_type(), &decltype(kTypes)::value_type::second);
   if (found == kTypes.end()) {
     throw UsageError({.operation = "checkpoint"},
-                     fmt::format("'{}' has the type {}, which safetensors files cannot have.\n"
-                                 "Save it as another type.",
-                                 one.name, c10::toString(plain.scalar_type())));
+                     text::format("'{}' has the type {}, which safetensors files cannot have.\n"
+                                  "Save it as another type.",
+                                  one.name, c10::toString(plain.scalar_type())));
   }
   return {.dtype = found->first, .shape = plain.sizes().vec()};
 }
@@ -84,7 +84,7 @@ at::Tensor make_tensor(const TensorEntry& entry) {
 }
 
 std::string text_of(const TensorEntry& entry) {
-  return fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", "));
+  return text::format("{} [{}]", entry.dtype, text::join(entry.shape, ", "));
 }
 
 FileRecord write_tensors(const std::string& folder, const std::string& name,
@@ -120,18 +120,18 @@ std::vector<std::string> compare(const std::map<std::string, TensorEntry>& in_fi
     const TensorEntry here = entry_of(one);
     const auto found = in_file.find(one.name);
     if (found == in_file.end()) {
-      differences.push_back(fmt::format("missing: {} {}", one.name, text_of(here)));
+      differences.push_back(text::format("missing: {} {}", one.name, text_of(here)));
     } else if (found->second.shape != here.shape ||
                (must_have_type && found->second.dtype != here.dtype)) {
-      differences.push_back(fmt::format("{}: {} in the file, {} here", one.name,
-                                        text_of(found->second), text_of(here)));
+      differences.push_back(text::format("{}: {} in the file, {} here", one.name,
+                                         text_of(found->second), text_of(here)));
     } else {
       fitting.push_back(one);
     }
   }
   for (const auto& [name, entry] : in_file) {
     if (!names.contains(name)) {
-      differences.push_back(fmt::format("unexpected: {} {}", name, text_of(entry)));
+      differences.push_back(text::format("unexpected: {} {}", name, text_of(entry)));
     }
   }
   return differences;
@@ -140,10 +140,10 @@ std::vector<std::string> compare(const std::map<std::string, TensorEntry>& in_fi
 void throw_differences(const std::string& path, const std::vector<std::string>& differences,
                        int rank) {
   throw UsageError({.rank = rank, .operation = "load"},
-                   fmt::format("{} does not fit what is to be loaded; nothing was changed:\n  {}\n"
-                               "Load it into the model that it was saved from, or with "
-                               "strict = false.",
-                               path, fmt::join(differences, "\n  ")));
+                   text::format("{} does not fit what is to be loaded; nothing was changed:\n  {}\n"
+                                "Load it into the model that it was saved from, or with "
+                                "strict = false.",
+                                path, text::join(differences, "\n  ")));
 }
 
 std::vector<NamedTensor> tensors_of(const torch::nn::Module& model) {

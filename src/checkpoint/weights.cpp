@@ -1,6 +1,5 @@
 // Weights alone, as one file: what other programs read, and what comes from them.
 
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 #include <unistd.h>
 
@@ -8,6 +7,7 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "base/text.h"
 #include "checkpoint/tensors.h"
 
 namespace lockstep {
@@ -15,13 +15,13 @@ namespace lockstep {
 void save_tensors(const std::string& path, const std::vector<NamedTensor>& tensors) {
   const std::filesystem::path target = std::filesystem::absolute(path);
   const std::string folder = target.parent_path().string();
-  const std::string unfinished = fmt::format(".{}.{}", target.filename().string(), ::getpid());
+  const std::string unfinished = text::format(".{}.{}", target.filename().string(), ::getpid());
   const std::string temporary = folder + "/" + unfinished;
   ::unlink(temporary.c_str());  // of a process with the same number, long gone
   try {
     write_tensors(folder, unfinished, tensors);
     if (::rename(temporary.c_str(), target.c_str()) != 0) {
-      throw_errno(fmt::format("cannot write {}", path), "Give a file that this user may write.");
+      throw_errno(text::format("cannot write {}", path), "Give a file that this user may write.");
     }
     sync_folder(folder);
   } catch (...) {

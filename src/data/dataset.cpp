@@ -1,9 +1,10 @@
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/data.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -18,14 +19,14 @@ void check_like_first(const at::Tensor& one, const at::Tensor& first, std::size_
     return;
   }
   const auto text = [](const at::Tensor& tensor) {
-    return tensor.defined()
-               ? fmt::format("{} {}", c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()))
-               : std::string("nothing");
+    return tensor.defined() ? text::format("{} {}", c10::toString(tensor.scalar_type()),
+                                           c10::str(tensor.sizes()))
+                            : std::string("nothing");
   };
   refuse(
-      fmt::format("The {} of sample {} is {}, that of sample {} in the same batch {}.\nMake all "
-                  "samples alike, or override get_batch().",
-                  what, index, text(one), first_index, text(first)));
+      text::format("The {} of sample {} is {}, that of sample {} in the same batch {}.\nMake all "
+                   "samples alike, or override get_batch().",
+                   what, index, text(one), first_index, text(first)));
 }
 
 }  // namespace
@@ -39,8 +40,8 @@ Batch Dataset::get_batch(const std::vector<std::size_t>& indices) const {
       sample = get(index);
     } catch (const std::exception& error) {
       const std::string text = error.what();
-      refuse(fmt::format("Sample {} cannot be had: {}\nMend it, or leave it out.", index,
-                         text.substr(0, text.find('\n'))));
+      refuse(text::format("Sample {} cannot be had: {}\nMend it, or leave it out.", index,
+                          text.substr(0, text.find('\n'))));
     }
     data.push_back(std::move(sample.data));
     targets.push_back(std::move(sample.target));
@@ -54,8 +55,8 @@ TensorDataset::TensorDataset(at::Tensor data, at::Tensor targets)
     : data_(std::move(data)), targets_(std::move(targets)) {
   if (data_.dim() == 0 || targets_.dim() == 0 || data_.size(0) != targets_.size(0)) {
     refuse(
-        fmt::format("The data are {}, the targets {}.\nGive as many rows of one as of the other.",
-                    c10::str(data_.sizes()), c10::str(targets_.sizes())));
+        text::format("The data are {}, the targets {}.\nGive as many rows of one as of the other.",
+                     c10::str(data_.sizes()), c10::str(targets_.sizes())));
   }
 }
 
@@ -68,9 +69,9 @@ Batch TensorDataset::get_batch(const std::vector<std::size_t>& indices) const {
   for (const std::size_t index : indices) {
     if (index >= size()) {
       refuse(
-          fmt::format("Sample {} was asked for, and there are {}.\nGive the sampler the data "
-                      "set's size.",
-                      index, size()));
+          text::format("Sample {} was asked for, and there are {}.\nGive the sampler the data "
+                       "set's size.",
+                       index, size()));
     }
   }
   const std::vector<std::int64_t> rows(indices.begin(), indices.end());
@@ -82,7 +83,7 @@ namespace {
 
 at::Tensor images_of(const std::string& folder, const std::string& part) {
   // Mean and deviation of the training images' pixels.
-  return read_idx(fmt::format("{}/{}-images-idx3-ubyte.gz", folder, part))
+  return read_idx(text::format("{}/{}-images-idx3-ubyte.gz", folder, part))
       .unsqueeze(1)
       .to(at::kFloat)
       .div_(255)
@@ -94,8 +95,8 @@ at::Tensor images_of(const std::string& folder, const std::string& part) {
 
 FashionMnist::FashionMnist(bool is_training, const std::string& folder)
     : TensorDataset(images_of(folder, is_training ? "train" : "t10k"),
-                    read_idx(fmt::format("{}/{}-labels-idx1-ubyte.gz", folder,
-                                         is_training ? "train" : "t10k"))
+                    read_idx(text::format("{}/{}-labels-idx1-ubyte.gz", folder,
+                                          is_training ? "train" : "t10k"))
                         .to(at::kLong)) {}
 
 }  // namespace lockstep

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/data.h>
 #include <lockstep/error.h>
 #include <sys/mman.h>
@@ -16,19 +15,20 @@
 #include <memory>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
 
 [[noreturn]] void refuse(const std::string& path, const std::string& what) {
   throw UsageError({.operation = "data"},
-                   fmt::format("{} {}.\nFetch or make the file again.", path, what));
+                   text::format("{} {}.\nFetch or make the file again.", path, what));
 }
 
 std::size_t size_of(const Fd& fd, const std::string& path) {
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) {
-    throw_errno(fmt::format("cannot read {}", path), "Check the path and the permissions.");
+    throw_errno(text::format("cannot read {}", path), "Check the path and the permissions.");
   }
   if (!S_ISREG(status.st_mode)) refuse(path, "is not a file");
   return static_cast<std::size_t>(status.st_size);
@@ -46,7 +46,7 @@ std::string read_some(gzFile file, const std::string& path, std::size_t size) {
     const int count = ::gzread(file, bytes.data() + before, step);
     if (count < 0) {
       int code = 0;
-      refuse(path, fmt::format("is damaged: {}", ::gzerror(file, &code)));
+      refuse(path, text::format("is damaged: {}", ::gzerror(file, &code)));
     }
     bytes.resize(before + static_cast<std::size_t>(count));
     if (count == 0) break;
@@ -76,7 +76,7 @@ at::ScalarType idx_type(unsigned char code, const std::string& path) {
     case 0x0E:
       return at::kDouble;
     default:
-      refuse(path, fmt::format("is not in the IDX format: there is no type {:#x}", code));
+      refuse(path, text::format("is not in the IDX format: there is no type {:#x}", code));
   }
 }
 
@@ -91,18 +91,18 @@ at::Tensor map_tensor(const std::string& path, at::ScalarType type,
   for (const std::int64_t size : sizes) {
     if (size < 0 || (size > 0 && bytes > SIZE_MAX / 2 / static_cast<std::size_t>(size))) {
       throw UsageError({.operation = "data"},
-                       fmt::format("A tensor of {} was asked for.\nGive sizes "
-                                   "that fit the file.",
-                                   c10::str(sizes)));
+                       text::format("A tensor of {} was asked for.\nGive sizes "
+                                    "that fit the file.",
+                                    c10::str(sizes)));
     }
     bytes *= static_cast<std::size_t>(size);
   }
   if (offset % element != 0 || offset > file_bytes || bytes > file_bytes - offset) {
     throw UsageError(
         {.operation = "data"},
-        fmt::format("{} bytes from byte {} on were asked of {}, which has {}; elements "
-                    "have {}.\nGive the sizes and the type that the file has.",
-                    bytes, offset, path, file_bytes, element));
+        text::format("{} bytes from byte {} on were asked of {}, which has {}; elements "
+                     "have {}.\nGive the sizes and the type that the file has.",
+                     bytes, offset, path, file_bytes, element));
   }
   const auto options = at::TensorOptions(type);
   if (bytes == 0) return at::empty(sizes, options);
@@ -110,7 +110,7 @@ at::Tensor map_tensor(const std::string& path, at::ScalarType type,
   void* const data = ::mmap(nullptr, offset + bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_NORESERVE, fd.get(), 0);
   if (data == MAP_FAILED) {
-    throw_errno(fmt::format("cannot map {}", path),
+    throw_errno(text::format("cannot map {}", path),
                 "Raise the limit on address space (ulimit -v).");
   }
   return at::from_blob(
@@ -122,7 +122,7 @@ at::Tensor read_idx(const std::string& path) {
   const std::unique_ptr<gzFile_s, decltype(&::gzclose)> file(::gzopen(path.c_str(), "rbe"),
                                                              ::gzclose);
   if (!file)
-    throw_errno(fmt::format("cannot read {}", path), "Check the path and the permissions.");
+    throw_errno(text::format("cannot read {}", path), "Check the path and the permissions.");
   const std::string head = read_some(file.get(), path, 4);
   if (head.size() < 4 || head[0] != 0 || head[1] != 0) refuse(path, "is not in the IDX format");
   const at::ScalarType type = idx_type(static_cast<unsigned char>(head[2]), path);
@@ -140,11 +140,11 @@ at::Tensor read_idx(const std::string& path) {
   }
   std::string data = read_some(file.get(), path, bytes);
   if (data.size() < bytes) {
-    refuse(path, fmt::format("is truncated: it has {} bytes of {} ({})", data.size(), bytes,
-                             c10::str(sizes)));
+    refuse(path, text::format("is truncated: it has {} bytes of {} ({})", data.size(), bytes,
+                              c10::str(sizes)));
   }
   if (!read_some(file.get(), path, 1).empty()) {
-    refuse(path, fmt::format("goes on behind its {} bytes ({})", bytes, c10::str(sizes)));
+    refuse(path, text::format("goes on behind its {} bytes ({})", bytes, c10::str(sizes)));
   }
   at::Tensor tensor = at::empty(sizes, at::TensorOptions(type));
   if (std::endian::native == std::endian::little) {
@@ -162,9 +162,9 @@ TextFile::TextFile(const std::string& path, std::size_t length) : length_(length
   num_bytes_ = size_of(Fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)), path);
   if (length == 0 || num_bytes_ < length + 1) {
     throw UsageError({.operation = "data"},
-                     fmt::format("{} has {} characters, and samples of {} and one more were asked "
-                                 "for.\nGive a longer text, or a length from 1.",
-                                 path, num_bytes_, length));
+                     text::format("{} has {} characters, and samples of {} and one more were asked "
+                                  "for.\nGive a longer text, or a length from 1.",
+                                  path, num_bytes_, length));
   }
   bytes_ = map_tensor(path, at::kByte, {static_cast<std::int64_t>(num_bytes_)});
   std::vector<bool> occurs(256, false);
@@ -183,9 +183,9 @@ Sample TextFile::get(std::size_t index) const {
   if (index >= size()) {
     throw UsageError(
         {.operation = "data"},
-        fmt::format("Sample {} was asked for, and the text has {}.\nGive the sampler the "
-                    "data set's size.",
-                    index, size()));
+        text::format("Sample {} was asked for, and the text has {}.\nGive the sampler the "
+                     "data set's size.",
+                     index, size()));
   }
   const at::Tensor part = bytes_.narrow(0, static_cast<std::int64_t>(index * length_),
                                         static_cast<std::int64_t>(length_ + 1));
@@ -202,9 +202,9 @@ std::string TextFile::decode(const at::Tensor& tokens) const {
     if (token >= vocabulary_.size()) {
       throw UsageError(
           {.operation = "data"},
-          fmt::format("There is no character for token {}: there are {}.\nGive tokens of "
-                      "this text.",
-                      token, vocabulary_.size()));
+          text::format("There is no character for token {}: there are {}.\nGive tokens of "
+                       "this text.",
+                       token, vocabulary_.size()));
     }
     text.push_back(vocabulary_[token]);
   }

@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/data.h>
 #include <lockstep/error.h>
 
@@ -10,6 +9,8 @@
 #include <mutex>
 #include <thread>
 #include <variant>
+
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -130,9 +131,9 @@ void check(const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& o
   if (!dataset) refuse("There is no data set: the pointer is empty.\nMake it first.");
   if (options.batch_size < 1 || options.threads < 0 || options.ahead < 1) {
     refuse(
-        fmt::format("The options are batch_size {}, threads {}, ahead {}.\nGive a batch size and "
-                    "ahead from 1, threads from 0.",
-                    options.batch_size, options.threads, options.ahead));
+        text::format("The options are batch_size {}, threads {}, ahead {}.\nGive a batch size and "
+                     "ahead from 1, threads from 0.",
+                     options.batch_size, options.threads, options.ahead));
   }
 }
 
@@ -144,16 +145,16 @@ Loader::Loader(std::shared_ptr<const Dataset> dataset, DistributedSampler sample
   if (sampler.num_samples() != dataset->size()) {
     throw UsageError(
         {.operation = "Loader"},
-        fmt::format("The sampler draws from {} samples, the data set has {}.\nMake the "
-                    "sampler with the data set's size.",
-                    sampler.num_samples(), dataset->size()));
+        text::format("The sampler draws from {} samples, the data set has {}.\nMake the "
+                     "sampler with the data set's size.",
+                     sampler.num_samples(), dataset->size()));
   }
   if (options.batch_size > sampler.samples_per_rank()) {
     throw UsageError(
         {.operation = "Loader"},
-        fmt::format("A batch has {} samples, but this rank has only {} in an epoch.\nUse "
-                    "smaller batches or fewer ranks.",
-                    options.batch_size, sampler.samples_per_rank()));
+        text::format("A batch has {} samples, but this rank has only {} in an epoch.\nUse "
+                     "smaller batches or fewer ranks.",
+                     options.batch_size, sampler.samples_per_rank()));
   }
   impl_ = std::make_unique<Impl>(std::move(dataset), options, std::move(sampler));
 }

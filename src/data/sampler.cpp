@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <lockstep/sampler.h>
 #include <torch/serialize/archive.h>
@@ -8,6 +7,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "base/text.h"
 #include "data/permutation.h"
 
 namespace lockstep {
@@ -16,8 +16,8 @@ namespace {
 void check_place(int rank, int num_ranks) {
   if (num_ranks >= 1 && rank >= 0 && rank < num_ranks) return;
   throw UsageError({.operation = "sampler"},
-                   fmt::format("Rank {} of {} was given.\nRanks are 0 to the number of ranks - 1.",
-                               rank, num_ranks));
+                   text::format("Rank {} of {} was given.\nRanks are 0 to the number of ranks - 1.",
+                                rank, num_ranks));
 }
 
 std::int64_t int_in(torch::serialize::InputArchive& archive, const std::string& name) {
@@ -57,9 +57,9 @@ struct DistributedSampler::State {
         {.rank = static_cast<int>(rank), .operation = "DistributedSampler"},
         num_samples == 0
             ? std::string("The data set has no samples.\nCheck where it is read from.")
-            : fmt::format("The data set has {} samples for {} ranks, and with drop_last none is "
-                          "left.\nUse fewer ranks, or drop_last = false.",
-                          num_samples, num_ranks));
+            : text::format("The data set has {} samples for {} ranks, and with drop_last none is "
+                           "left.\nUse fewer ranks, or drop_last = false.",
+                           num_samples, num_ranks));
   }
 
   void prepare() {
@@ -161,9 +161,9 @@ SamplerState DistributedSampler::state(std::optional<std::size_t> used) const {
   if (mine > state_->count()) {
     throw UsageError(
         {.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
-        fmt::format("{} samples were said to be used, but this rank has {} in what is left of the "
-                    "epoch.\nCount the samples since the last reset() or begin().",
-                    mine, state_->count()));
+        text::format("{} samples were said to be used, but this rank has {} in what is left of the "
+                     "epoch.\nCount the samples since the last reset() or begin().",
+                     mine, state_->count()));
   }
   SamplerState result = state_->begin;
   result.consumed = std::min(result.consumed + mine * state_->num_ranks, state_->num_samples);
@@ -175,9 +175,9 @@ void DistributedSampler::load_state(const SamplerState& state) {
   if (state.epoch < 0 || state.consumed < 0 || state.consumed > state_->num_samples) {
     throw UsageError(
         {.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
-        fmt::format("The state says epoch {} with {} samples consumed, but the data set has {}.\n"
-                    "Resume with the data set that the run began with.",
-                    state.epoch, state.consumed, state_->num_samples));
+        text::format("The state says epoch {} with {} samples consumed, but the data set has {}.\n"
+                     "Resume with the data set that the run began with.",
+                     state.epoch, state.consumed, state_->num_samples));
   }
   state_->begin = state;
   state_->drawn = 0;

@@ -1,13 +1,13 @@
 #include "ddp/agreement.h"
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/ddp.h>
 
 #include <algorithm>
 
 #include "base/hash.h"
+#include "base/text.h"
+#include "world/exchange.h"
 
 namespace lockstep {
 namespace {
@@ -30,25 +30,9 @@ bool is_same_everywhere(const World& world, std::uint64_t value) {
 
 }  // namespace
 
-std::vector<std::string> exchange_texts(const World& world, const std::string& mine) {
-  const at::Tensor sizes = world.all_gather(
-      at::tensor(static_cast<std::int64_t>(mine.size()), at::TensorOptions(at::kLong)));
-  const auto longest = sizes.max().item<std::int64_t>();
-  at::Tensor padded = at::zeros({longest}, at::kByte);
-  std::ranges::copy(mine, static_cast<char*>(padded.mutable_data_ptr()));
-  const at::Tensor all = world.all_gather(padded);
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < world.size(); ++rank) {
-    const at::Tensor row = all[rank];
-    texts.emplace_back(static_cast<const char*>(row.const_data_ptr()),
-                       static_cast<std::size_t>(sizes[rank].item<std::int64_t>()));
-  }
-  return texts;
-}
-
 void check_same_lines(const World& world, const std::vector<std::string>& lines,
                       const std::string& what) {
-  const std::string mine = fmt::format("{}", fmt::join(lines, "\n"));
+  const std::string mine = text::format("{}", text::join(lines, "\n"));
   // All ranks answer alike: if one's hash differs from another's, nobody sees all equal.
   if (is_same_everywhere(world, hash_bytes(mine.data(), mine.size()))) return;
   std::vector<std::vector<std::string>> all;
@@ -71,10 +55,10 @@ void check_same_lines(const World& world, const std::vector<std::string>& lines,
   throw MismatchError({.rank = world.rank(),
                        .peer = world.rank() == other ? 0 : other,
                        .operation = "DistributedDataParallel"},
-                      fmt::format("{} differ between ranks. The first difference is\n"
-                                  "  rank 0: {}\n  rank {}: {}\n"
-                                  "Build the same model with the same options on all ranks.",
-                                  what, line(all[0], first), other, line(theirs, first)));
+                      text::format("{} differ between ranks. The first difference is\n"
+                                   "  rank 0: {}\n  rank {}: {}\n"
+                                   "Build the same model with the same options on all ranks.",
+                                   what, line(all[0], first), other, line(theirs, first)));
 }
 
 void check_same_tensors(const World& world, const std::vector<NamedTensor>& tensors,
@@ -99,11 +83,11 @@ void check_same_tensors(const World& world, const std::vector<NamedTensor>& tens
          .peer = static_cast<int>(ranks.front()),
          .step = step,
          .operation = "replica check"},
-        fmt::format(
+        text::format(
             "The replicas have drifted apart: {} is not the same on rank 0 and on rank {}.\n"
             "Make every change of parameters and buffers on all ranks alike: step with "
             "averaged gradients only, load checkpoints everywhere, seed equally.",
-            tensors[static_cast<std::size_t>(i)].name, fmt::join(ranks, ", ")));
+            tensors[static_cast<std::size_t>(i)].name, text::join(ranks, ", ")));
   }
 }
 

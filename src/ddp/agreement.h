@@ -11,9 +11,6 @@ namespace lockstep {
 
 struct NamedTensor;
 
-// The texts of all ranks, in the order of ranks. Collective.
-std::vector<std::string> exchange_texts(const World& world, const std::string& mine);
-
 // Collective. Throws MismatchError on all ranks if the lines differ: it shows the first line that
 // does, as rank 0 and as the first other rank have it.
 void check_same_lines(const World& world, const std::vector<std::string>& lines,

@@ -2,15 +2,17 @@
 // are handed out as gradients.
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
 
+#include "base/cause.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "ddp/agreement.h"
-#include "ddp/packed.h"
 #include "ddp/reducer.h"
+#include "world/exchange.h"
+#include "world/packed.h"
 #include "world/translate.h"
 
 namespace lockstep {
@@ -52,7 +54,7 @@ void Reducer::finish() {
   const auto all_done = Clock::now();
   read_control();
   if (control_[kProblem] > 0) throw_problems();
-  if (num_active_ == 0) {  // nobody has data any more: this was the farewell
+  if (num_active_ == 0) {  // nobody has data any more: this was the last round
     if (control_[kNeedsState] > 0) take_state_from(first_active_);
     weight_ = 1;
     phase_ = Phase::kIdle;
@@ -124,17 +126,14 @@ void Reducer::read_control() {
 
 // Every rank throws the same: the first rank's problem.
 void Reducer::throw_problems() {
-  const std::vector<std::string> problems = exchange_texts(world_, problem_);
+  const Cause mine{.kind = ErrorKind::kUsage,
+                   .rank = world_.rank(),
+                   .message = problem_ + "\nThe gradients of this step are dropped on all ranks."};
+  const std::vector<std::string> causes =
+      exchange_texts(world_, problem_.empty() ? std::string() : to_text(mine));
   reset();
-  const auto found =
-      std::ranges::find_if(problems, [](const std::string& text) { return !text.empty(); });
-  const int rank = static_cast<int>(found - problems.begin());
-  throw UsageError(
-      {.rank = world_.rank(), .peer = rank, .step = stats_.steps, .operation = "backward"},
-      rank == world_.rank() ? *found
-                            : fmt::format("Because rank {}: {}\nThe gradients of this step are "
-                                          "gone on all ranks.",
-                                          rank, *found));
+  throw_first_cause(world_, causes,
+                    {.rank = world_.rank(), .step = stats_.steps, .operation = "backward"});
 }
 
 // No gradient of a step that failed may be taken for an averaged one.
@@ -335,10 +334,10 @@ void Reducer::write_stats(Clock::time_point finish_began, Clock::time_point all_
 std::string Reducer::text_of(const Bucket& bucket) const {
   const std::size_t index = static_cast<std::size_t>(&bucket - buckets_.all().data());
   const std::size_t more = bucket.plan.slots.size() - 1;
-  return fmt::format("all_reduce of bucket {} ({}{}, {:.1f} MiB)", index,
-                     slots_[bucket.plan.slots.front()].name,
-                     more == 0 ? "" : fmt::format(" and {} more", more),
-                     static_cast<double>(bucket.flat.nbytes()) / (1 << 20));
+  return text::format("all_reduce of bucket {} ({}{}, {:.1f} MiB)", index,
+                      slots_[bucket.plan.slots.front()].name,
+                      more == 0 ? "" : text::format(" and {} more", more),
+                      static_cast<double>(bucket.flat.nbytes()) / (1 << 20));
 }
 
 void Reducer::explain(std::exception_ptr error, const std::string& what) {
@@ -351,7 +350,7 @@ void Reducer::explain(std::exception_ptr error, const std::string& what) {
                  .peer = known.peer(),
                  .step = stats_.steps,
                  .operation = "backward"},
-                fmt::format("{} failed.\n{}", what, known.message()));
+                text::format("{} failed.\n{}", what, known.message()));
   }
 }
 

@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/strides.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
@@ -15,6 +14,7 @@
 #include <cstring>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "ddp/agreement.h"
 #include "ddp/gradient_hook.h"
 
@@ -22,16 +22,17 @@ namespace lockstep {
 namespace {
 
 std::string line_of(const std::string& role, const NamedTensor& one) {
-  return fmt::format("{} {} {} {} strides {}{}", role, one.name,
-                     c10::toString(one.tensor.scalar_type()), c10::str(one.tensor.sizes()),
-                     c10::str(one.tensor.strides()), one.tensor.requires_grad() ? ", trained" : "");
+  return text::format("{} {} {} {} strides {}{}", role, one.name,
+                      c10::toString(one.tensor.scalar_type()), c10::str(one.tensor.sizes()),
+                      c10::str(one.tensor.strides()),
+                      one.tensor.requires_grad() ? ", trained" : "");
 }
 
 std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters,
                                       const std::vector<NamedTensor>& buffers,
                                       const std::vector<std::string>& sparse,
                                       const DdpOptions& options) {
-  std::vector<std::string> lines = {fmt::format(
+  std::vector<std::string> lines = {text::format(
       "options: bucket_bytes {}, first_bucket_bytes {}, buffers {}, check_every {}, "
       "hook {}",
       options.bucket_bytes, options.first_bucket_bytes, static_cast<int>(options.buffers),
@@ -66,10 +67,10 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   if (std::ranges::none_of(parameters,
                            [](const NamedTensor& one) { return one.tensor.requires_grad(); })) {
     throw UsageError({.rank = world_.rank(), .operation = "DistributedDataParallel"},
-                     fmt::format("None of the {} parameters requires a gradient: there is nothing "
-                                 "to train.\nWrap the model after its parameters are made and "
-                                 "before they are frozen.",
-                                 parameters.size()));
+                     text::format("None of the {} parameters requires a gradient: there is nothing "
+                                  "to train.\nWrap the model after its parameters are made and "
+                                  "before they are frozen.",
+                                  parameters.size()));
   }
   add_slots(std::move(sparse));
   has_buffers_ = !model_.buffers().empty();
@@ -106,10 +107,10 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
     if (!one.tensor.is_leaf() || one.tensor.layout() != at::kStrided) {
       throw UsageError(
           {.rank = world_.rank(), .operation = "DistributedDataParallel"},
-          fmt::format("The parameter {} is {}.\nGive the dense tensor that the "
-                      "optimizer updates.",
-                      one.name,
-                      one.tensor.is_leaf() ? "not dense" : "the result of a computation"));
+          text::format("The parameter {} is {}.\nGive the dense tensor that the "
+                       "optimizer updates.",
+                       one.name,
+                       one.tensor.is_leaf() ? "not dense" : "the result of a computation"));
     }
     Slot slot;
     slot.is_sparse = std::erase(sparse, one.name) != 0;
@@ -125,9 +126,9 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
   }
   if (!sparse.empty()) {
     throw UsageError({.rank = world_.rank(), .operation = "DistributedDataParallel"},
-                     fmt::format("DdpOptions::sparse names {}, and there is no such parameter.\n"
-                                 "Use the names of named_parameters().",
-                                 sparse.front()));
+                     text::format("DdpOptions::sparse names {}, and there is no such parameter.\n"
+                                  "Use the names of named_parameters().",
+                                  sparse.front()));
   }
 }
 
@@ -237,9 +238,9 @@ bool Reducer::move_in(Slot& slot) {
   if (grad.is_same(slot.view)) return true;
   if (grad.layout() != at::kStrided) {
     note_problem(
-        fmt::format("The gradient of {} is sparse.\nName the parameter in "
-                    "DdpOptions::sparse, on all ranks.",
-                    slot.name));
+        text::format("The gradient of {} is sparse.\nName the parameter in "
+                     "DdpOptions::sparse, on all ranks.",
+                     slot.name));
     return false;
   }
   if (grad.requires_grad() && !has_warned_of_graph_) {
@@ -375,7 +376,7 @@ void Reducer::backward(const at::Tensor& loss) {
 void Reducer::accumulate(int k) {
   if (k < 1) {
     throw UsageError({.rank = world_.rank(), .operation = "accumulate"},
-                     fmt::format("accumulate({}) was asked for.\nGive 1 or more.", k));
+                     text::format("accumulate({}) was asked for.\nGive 1 or more.", k));
   }
   const std::lock_guard lock(mutex_);
   accumulate_ = k;
@@ -385,7 +386,7 @@ void Reducer::set_weight(double samples) {
   if (!(samples >= 0) || std::isinf(samples)) {
     throw UsageError(
         {.rank = world_.rank(), .operation = "set_weight"},
-        fmt::format("set_weight({}) was asked for.\nGive the number of samples.", samples));
+        text::format("set_weight({}) was asked for.\nGive the number of samples.", samples));
   }
   const std::lock_guard lock(mutex_);
   weight_ = samples;

@@ -1,6 +1,5 @@
 #include "launch/args.h"
 
-#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,6 +12,8 @@
 #include <filesystem>
 #include <map>
 #include <sstream>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -100,9 +101,9 @@ std::string completion(const CLI::App& app) {
       for (const std::string& name : option->get_lnames()) words.push_back("--" + name);
     }
     verbs.push_back(verb->get_name());
-    cases += fmt::format("    {}) words=\"{}\" ;;\n", verb->get_name(), fmt::join(words, " "));
+    cases += text::format("    {}) words=\"{}\" ;;\n", verb->get_name(), text::join(words, " "));
   }
-  return fmt::format(R"(_lockstep() {{
+  return text::format(R"(_lockstep() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words i
   for ((i = 1; i < COMP_CWORD; i++)); do  # behind -- a program follows
     if [[ ${{COMP_WORDS[i]}} == -- ]]; then _command_offset $((i + 1)); return; fi
@@ -119,7 +120,7 @@ std::string completion(const CLI::App& app) {
 }}
 complete -F _lockstep lockstep
 )",
-                     cases, fmt::join(verbs, " "));
+                      cases, text::join(verbs, " "));
 }
 
 int parse_ranks(const std::string& text) {
@@ -127,7 +128,7 @@ int parse_ranks(const std::string& text) {
   int ranks = 0;
   const auto read = std::from_chars(text.data(), text.data() + text.size(), ranks);
   if (read.ec != std::errc() || read.ptr != text.data() + text.size() || ranks < 1) {
-    throw BadArguments(fmt::format("-n is '{}': give a number of ranks from 1, or auto", text));
+    throw BadArguments(text::format("-n is '{}': give a number of ranks from 1, or auto", text));
   }
   return ranks;
 }
@@ -141,7 +142,7 @@ void parse_master(const std::string& text, RunOptions& run) {
   }
   // The next port is given to programs that open a store of their own.
   if (colon == std::string::npos || colon == 0 || port < 1 || port > 65534) {
-    throw BadArguments(fmt::format(
+    throw BadArguments(text::format(
         "--master is '{}': give HOST:PORT, the address of host 0 and a free port there", text));
   }
   run.master_host = text.substr(0, colon);
@@ -174,7 +175,7 @@ void check_program(const std::string& program) {
       return;
     }
   }
-  throw BadArguments(fmt::format("cannot start '{}': {}", program, problem));
+  throw BadArguments(text::format("cannot start '{}': {}", program, problem));
 }
 
 void complete_run(const Typed& typed, RunOptions& run) {
@@ -187,13 +188,13 @@ void complete_run(const Typed& typed, RunOptions& run) {
   if (typed.only_rank >= 0) {
     run.output.only_rank = typed.only_rank;
     if (run.num_hosts == 1 && typed.only_rank >= run.num_ranks) {
-      throw BadArguments(fmt::format("--only-rank is {}, but ranks are 0 to {}", typed.only_rank,
-                                     run.num_ranks - 1));
+      throw BadArguments(text::format("--only-rank is {}, but ranks are 0 to {}", typed.only_rank,
+                                      run.num_ranks - 1));
     }
   }
   if (run.host_rank >= run.num_hosts) {
-    throw BadArguments(fmt::format("--host-rank is {}, but with --hosts {} it is 0 to {}",
-                                   run.host_rank, run.num_hosts, run.num_hosts - 1));
+    throw BadArguments(text::format("--host-rank is {}, but with --hosts {} it is 0 to {}",
+                                    run.host_rank, run.num_hosts, run.num_hosts - 1));
   }
   if (run.num_hosts > 1) {
     if (typed.master.empty()) {
@@ -206,9 +207,9 @@ void complete_run(const Typed& typed, RunOptions& run) {
     std::error_code error;
     std::filesystem::create_directories(run.output.log_dir, error);
     if (error || ::access(run.output.log_dir.c_str(), W_OK) != 0) {
-      throw BadArguments(fmt::format("--log-dir is '{}', and no file can be made there: {}",
-                                     run.output.log_dir,
-                                     error ? error.message() : std::strerror(errno)));
+      throw BadArguments(text::format("--log-dir is '{}', and no file can be made there: {}",
+                                      run.output.log_dir,
+                                      error ? error.message() : std::strerror(errno)));
     }
   }
 }

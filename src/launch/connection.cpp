@@ -1,7 +1,6 @@
 #include "launch/connection.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <openssl/err.h>
 #include <sys/socket.h>
 
@@ -10,6 +9,7 @@
 #include <cstring>
 
 #include "base/frame.h"
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -84,12 +84,12 @@ bool Connection::is_to_wait(int result, const char* doing) {
   }
   std::string reason = "it closed the connection";
   if (code == SSL_ERROR_SSL) {
-    reason = fmt::format("{}: {}", doing, last_tls_error());
+    reason = text::format("{}: {}", doing, last_tls_error());
   } else if (code == SSL_ERROR_SYSCALL && saved != 0) {
     reason = std::strerror(saved);
   }
   ERR_clear_error();
-  is_ready_ = false;  // after a failure nothing may be sent, not even a farewell
+  is_ready_ = false;  // after a failure nothing may be sent, not even a last message
   lose(reason);
   return false;
 }
@@ -102,7 +102,7 @@ bool Connection::shake_hands() {
     return false;
   }
   if (SSL_session_reused(session_.get()) != 1) {  // what OpenSSL calls the use of a shared key
-    lose(fmt::format("{}: the secret was not used", kHandshakeFailed));
+    lose(text::format("{}: the secret was not used", kHandshakeFailed));
     return false;
   }
   is_ready_ = true;
@@ -144,7 +144,7 @@ bool Connection::take_messages() {
   while (received_.size() - at >= kFrameHead) {
     const std::size_t size = frame_size(std::string_view(received_).substr(at));
     if (size > kLongest) {
-      lose(fmt::format("it sent a message of {} bytes", size));
+      lose(text::format("it sent a message of {} bytes", size));
       return false;
     }
     if (received_.size() - at - kFrameHead < size) break;
@@ -154,7 +154,7 @@ bool Connection::take_messages() {
     try {
       callbacks_.received(Json::from_cbor(body, body + size));
     } catch (const Json::exception& error) {
-      lose(fmt::format("it sent what is no message: {}", error.what()));
+      lose(text::format("it sent what is no message: {}", error.what()));
     }
     if (!is_open()) return false;
   }

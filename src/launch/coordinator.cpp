@@ -1,7 +1,5 @@
 #include "launch/coordinator.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/error.h>
 #include <netdb.h>
 #include <sys/socket.h>
@@ -12,6 +10,7 @@
 #include <cstring>
 
 #include "base/socket.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -32,7 +31,7 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
   tls_.emplace(read_secret(options.secret_file));
   listener_ = listen_at(options.master_host, options.master_port);
   if (!listener_) {
-    throw_errno(fmt::format("cannot listen at {}:{}", options.master_host, options.master_port),
+    throw_errno(text::format("cannot listen at {}:{}", options.master_host, options.master_port),
                 "Give --master a free port and an address of this host, the first one.");
   }
   watch_listener();
@@ -65,7 +64,7 @@ void Coordinator::accept_one() {
   std::array<char, NI_MAXSERV> port{};
   ::getnameinfo(reinterpret_cast<sockaddr*>(&from), size, host.data(), host.size(), port.data(),
                 port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
-  const std::string address = fmt::format("{}:{}", host.data(), port.data());
+  const std::string address = text::format("{}:{}", host.data(), port.data());
   if (newcomers_.size() >= kMostNewcomers) {
     loop_.cancel(newcomers_.begin()->second.second);
     newcomers_.erase(newcomers_.begin());
@@ -108,8 +107,8 @@ void Coordinator::accept_one() {
 void Coordinator::refuse_stranger(const std::string& address, const std::string& reason) {
   ++num_refused_;
   if (num_refused_ > kRefusalsShown) return;
-  output_.say(fmt::format("refused {}: {}{}", address, reason,
-                          num_refused_ == kRefusalsShown ? " (no more of these are shown)" : ""));
+  output_.say(text::format("refused {}: {}{}", address, reason,
+                           num_refused_ == kRefusalsShown ? " (no more of these are shown)" : ""));
 }
 
 void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
@@ -147,18 +146,18 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   } else if (message.at("version") != kLinkVersion) {
     problem = "the launchers are of different versions: install the same lockstep on all hosts";
   } else if (message.at("num_hosts") != options_.num_hosts) {
-    problem = fmt::format(
+    problem = text::format(
         "host {} was started with --hosts {}, host 0 with --hosts {}: give all the "
         "same number",
         rank, message.at("num_hosts").get<int>(), options_.num_hosts);
   } else if (rank < 1 || rank >= options_.num_hosts) {
-    problem = fmt::format("--host-rank {} is not in 1 to {}", rank, options_.num_hosts - 1);
+    problem = text::format("--host-rank {} is not in 1 to {}", rank, options_.num_hosts - 1);
   } else if (members_.contains(rank)) {
-    problem = fmt::format("there is a host {} already, {}: give each host a rank of its own", rank,
-                          members_[rank].name);
+    problem = text::format("there is a host {} already, {}: give each host a rank of its own", rank,
+                           members_[rank].name);
   }
   if (!problem.empty()) {
-    output_.say(fmt::format("refused host {}: {}", name, problem));
+    output_.say(text::format("refused host {}: {}", name, problem));
     connection->send({{"type", "refused"}, {"reason", problem}});
     loop_.after(kProofDeadline, [connection] {});  // lives until the answer has left
     return;
@@ -166,7 +165,7 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   members_[rank] = {
       .name = name, .num_ranks = message.at("num_ranks").get<int>(), .connection = connection};
   connection->send({{"type", "welcome"}});
-  if (options_.is_verbose) output_.say(fmt::format("host {} ({}) has come", rank, name));
+  if (options_.is_verbose) output_.say(text::format("host {} ({}) has come", rank, name));
   if (static_cast<int>(members_.size()) == options_.num_hosts) start(0);
 }
 
@@ -216,7 +215,7 @@ void Coordinator::on_lost(int host_rank, const std::string& reason) {
   member.connection->close();
   report({.host_rank = host_rank,
           .host = member.name,
-          .text = fmt::format("was lost: {}", reason),
+          .text = text::format("was lost: {}", reason),
           .advice = "See what it said last on that host.",
           .code = 1,
           .signal = SIGTERM,
@@ -304,7 +303,7 @@ void Coordinator::look_around() {
     }
   }
   for (const int rank : silent) {
-    on_lost(rank, fmt::format("it has been silent for {} s", kLostAfter.count()));
+    on_lost(rank, text::format("it has been silent for {} s", kLostAfter.count()));
   }
   if (generation_ >= 0 || is_finished_) return;
   std::vector<int> missing;
@@ -313,14 +312,14 @@ void Coordinator::look_around() {
   }
   if (seconds_since(began_) > 10 && !has_said_who_is_missing_) {
     has_said_who_is_missing_ = true;
-    output_.say(fmt::format("waiting for host {} of {} at {}:{}", fmt::join(missing, ", "),
-                            options_.num_hosts, options_.master_host, options_.master_port));
+    output_.say(text::format("waiting for host {} of {} at {}:{}", text::join(missing, ", "),
+                             options_.num_hosts, options_.master_host, options_.master_port));
   }
   if (EventLoop::Clock::now() - began_ < options_.join_timeout) return;
   report({.host_rank = 0,
           .host = host_name(),
-          .text = fmt::format("waited {:.0f} s for host {}, in vain", seconds_since(began_),
-                              fmt::join(missing, ", ")),
+          .text = text::format("waited {:.0f} s for host {}, in vain", seconds_since(began_),
+                               text::join(missing, ", ")),
           .advice = "Start lockstep run there with the same --master and --hosts, or raise "
                     "--join-timeout.",
           .code = 1,

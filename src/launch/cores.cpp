@@ -1,6 +1,5 @@
 #include "launch/cores.h"
 
-#include <fmt/format.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 
 #include "base/cgroup.h"
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -92,7 +92,7 @@ std::string to_cpu_list(std::vector<int> cpus) {
     while (end < cpus.size() && cpus[end] == cpus[end - 1] + 1) ++end;
     if (!text.empty()) text += ",";
     text +=
-        end - i == 1 ? fmt::format("{}", cpus[i]) : fmt::format("{}-{}", cpus[i], cpus[end - 1]);
+        end - i == 1 ? text::format("{}", cpus[i]) : text::format("{}-{}", cpus[i], cpus[end - 1]);
     i = end;
   }
   return text;
@@ -102,12 +102,12 @@ Machine read_machine(const std::string& system_root, const std::vector<int>& all
   std::map<int, int> node_of;
   const std::string nodes = system_root + "/sys/devices/system/node";
   for (const int node : numbers_in(nodes, "node")) {
-    const auto list = read_small_file(fmt::format("{}/node{}/cpulist", nodes, node));
+    const auto list = read_small_file(text::format("{}/node{}/cpulist", nodes, node));
     for (const int cpu : parse_cpu_list(list)) node_of[cpu] = node;
   }
   Machine machine;
   for (const int id : allowed) {
-    const auto siblings = parse_cpu_list(read_small_file(fmt::format(
+    const auto siblings = parse_cpu_list(read_small_file(text::format(
         "{}/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list", system_root, id)));
     const int core = siblings.empty() ? id : *std::ranges::min_element(siblings);
     machine.cpus.push_back({.id = id, .core = core, .node = node_of[id]});

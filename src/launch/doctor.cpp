@@ -1,8 +1,6 @@
 #include "launch/doctor.h"
 
 #include <arpa/inet.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -19,6 +17,7 @@
 
 #include "base/cgroup.h"
 #include "base/posix.h"
+#include "base/text.h"
 #include "launch/cores.h"
 
 namespace lockstep {
@@ -30,7 +29,7 @@ constexpr std::uint64_t kNoLimit = std::numeric_limits<std::uint64_t>::max();
 constexpr double kGiB = 1 << 30;
 
 std::string plural(int count, const std::string& what) {
-  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+  return text::format("{} {}{}", count, what, count == 1 ? "" : "s");
 }
 
 std::vector<int> allowed_cpus(const Machine& machine) {
@@ -43,12 +42,12 @@ Finding look_at_cores(const std::string& system_root, const Machine& machine) {
   const auto online =
       parse_cpu_list(read_small_file(system_root + "/sys/devices/system/cpu/online")).size();
   Finding finding{"cores",
-                  fmt::format("{}, {}", plural(machine.num_cores(), "core"),
-                              plural(static_cast<int>(machine.cpus.size()), "hardware thread"))};
+                  text::format("{}, {}", plural(machine.num_cores(), "core"),
+                               plural(static_cast<int>(machine.cpus.size()), "hardware thread"))};
   if (machine.cpus.size() < online) {
     finding.kind = Kind::kNote;
-    finding.text += fmt::format(" of the machine's {}", online);
-    finding.remedy = fmt::format(
+    finding.text += text::format(" of the machine's {}", online);
+    finding.remedy = text::format(
         "This process may use cpus {} only: taskset, the batch system or "
         "the container decides.",
         to_cpu_list(allowed_cpus(machine)));
@@ -58,10 +57,10 @@ Finding look_at_cores(const std::string& system_root, const Machine& machine) {
 
 Finding look_at_quota(const Machine& machine) {
   if (std::isinf(machine.quota)) return {"cpu quota", "none"};
-  Finding finding{"cpu quota", fmt::format("{:.2g} cores' worth of time", machine.quota)};
+  Finding finding{"cpu quota", text::format("{:.2g} cores' worth of time", machine.quota)};
   if (machine.quota < machine.num_cores()) {
     finding.kind = Kind::kNote;
-    finding.remedy = fmt::format(
+    finding.remedy = text::format(
         "More than {} busy threads are held up by the kernel: -n auto takes "
         "{}; raise the container's cpu limit for more.",
         std::max(1, static_cast<int>(machine.quota)), ranks_for(machine));
@@ -85,7 +84,7 @@ Finding look_at_memory(const std::string& system_root) {
                                       : std::strtoull(text.c_str() + at + 13, nullptr, 10) * 1024;
   const std::uint64_t in_cgroup = memory_left_in_cgroup(system_root);
   const double left = static_cast<double>(std::min(available, in_cgroup)) / kGiB;
-  Finding finding{"memory", fmt::format("{:.1f} GiB for processes and shared segments", left)};
+  Finding finding{"memory", text::format("{:.1f} GiB for processes and shared segments", left)};
   if (in_cgroup < available) finding.text += " (the cgroup's limit)";
   if (left < 0.5) {
     finding.kind = Kind::kProblem;
@@ -120,17 +119,17 @@ Finding look_at_huge_pages(const std::string& system_root) {
             "Large gradients move a little faster with them: as root, echo advise > "
             "/sys/kernel/mm/transparent_hugepage/shmem_enabled"};
   }
-  return {"huge pages", fmt::format("'{}' for shared memory", mode)};
+  return {"huge pages", text::format("'{}' for shared memory", mode)};
 }
 
 Finding look_at_limit(const char* subject, int resource, rlim_t wanted, const char* option) {
   rlimit limit{};
   ::getrlimit(static_cast<__rlimit_resource_t>(resource), &limit);
   if (limit.rlim_cur == RLIM_INFINITY) return {subject, "no limit"};
-  Finding finding{subject, fmt::format("at most {}", limit.rlim_cur)};
+  Finding finding{subject, text::format("at most {}", limit.rlim_cur)};
   if (limit.rlim_cur < wanted) {
     finding.kind = Kind::kProblem;
-    finding.remedy = fmt::format("Raise it: ulimit {} {}", option, wanted);
+    finding.remedy = text::format("Raise it: ulimit {} {}", option, wanted);
   }
   return finding;
 }
@@ -143,11 +142,11 @@ Finding look_at_torch() {
     return {"LibTorch", "this launcher was built without it", Kind::kNote,
             "Programs bring their own; nothing is wrong with that."};
   if (::access((root + "/lib/libtorch_cpu.so").c_str(), R_OK) != 0) {
-    return {"LibTorch", fmt::format("{} at {}, where it is no more", LOCKSTEP_TORCH_VERSION, root),
+    return {"LibTorch", text::format("{} at {}, where it is no more", LOCKSTEP_TORCH_VERSION, root),
             Kind::kNote,
             "Programs that were linked with it there do not start: put it back, or build again."};
   }
-  return {"LibTorch", fmt::format("{} at {}", LOCKSTEP_TORCH_VERSION, root)};
+  return {"LibTorch", text::format("{} at {}", LOCKSTEP_TORCH_VERSION, root)};
 }
 
 Finding look_at_addresses() {
@@ -168,13 +167,13 @@ Finding look_at_addresses() {
     const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
     ::getnameinfo(one->ifa_addr, size, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
     if (std::string_view(text.data()).starts_with("fe80:")) continue;  // of the link only
-    found.push_back(fmt::format("{} {}", one->ifa_name, text.data()));
+    found.push_back(text::format("{} {}", one->ifa_name, text.data()));
   }
   if (found.empty()) {
     return {"addresses", "loopback only", Kind::kNote,
             "One host needs no network. For several, bring an interface up."};
   }
-  return {"addresses", fmt::format("{}", fmt::join(found, ", "))};
+  return {"addresses", text::format("{}", text::join(found, ", "))};
 }
 
 Finding look_at_host_name() {
@@ -184,14 +183,14 @@ Finding look_at_host_name() {
   addrinfo* found = nullptr;
   if (::getaddrinfo(name.c_str(), nullptr, &hints, &found) != 0) {
     return {
-        "host name", fmt::format("{}, which has no address", name), Kind::kNote,
+        "host name", text::format("{}, which has no address", name), Kind::kNote,
         "With several hosts, give --master an address, or enter the name in DNS or /etc/hosts."};
   }
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, ::freeaddrinfo);
   std::array<char, INET_ADDRSTRLEN> text{};
   const auto* address = reinterpret_cast<const sockaddr_in*>(found->ai_addr);
   ::inet_ntop(AF_INET, &address->sin_addr, text.data(), text.size());
-  Finding finding{"host name", fmt::format("{} is {}", name, text.data())};
+  Finding finding{"host name", text::format("{} is {}", name, text.data())};
   if (std::string_view(text.data()).starts_with("127.")) {
     finding.kind = Kind::kNote;
     finding.remedy =
@@ -228,9 +227,9 @@ std::string to_text(const std::vector<Finding>& findings) {
     const char* const mark = finding.kind == Kind::kFine   ? "ok"
                              : finding.kind == Kind::kNote ? "note"
                                                            : "PROBLEM";
-    text += fmt::format("{:<8} {:<14} {}\n", mark, finding.subject, finding.text);
+    text += text::format("{:<8} {:<14} {}\n", mark, finding.subject, finding.text);
     if (!finding.remedy.empty())
-      text += fmt::format("{:<8} {:<14} -> {}\n", "", "", finding.remedy);
+      text += text::format("{:<8} {:<14} -> {}\n", "", "", finding.remedy);
   }
   return text;
 }

@@ -1,6 +1,5 @@
 #include "launch/guard.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -12,6 +11,7 @@
 
 #include "base/posix.h"
 #include "base/process.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -37,10 +37,10 @@ constexpr int kImpatience = 5;  // seconds that an interrupted launcher may take
   try {
     code = work();
   } catch (const Error& error) {
-    fmt::print(stderr, "lockstep: {}\n", error.message());
+    text::print(stderr, "lockstep: {}\n", error.message());
     code = error.kind() == ErrorKind::kUsage ? 2 : 1;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "lockstep: {}\n", error.what());
+    text::print(stderr, "lockstep: {}\n", error.what());
   }
   kill_all_children(kSweepDeadline);
   std::fflush(nullptr);
@@ -78,8 +78,8 @@ int run_guarded(const std::function<int()>& work) {
     if (const auto end = look_at_end(worker)) {
       kill_all_children(kSweepDeadline);
       if (end->signal == 0) return end->code;
-      fmt::print(stderr, "lockstep: the launcher's process {} {}; all ranks were killed\n", worker,
-                 end->text());
+      text::print(stderr, "lockstep: the launcher's process {} {}; all ranks were killed\n", worker,
+                  end->text());
       return 128 + end->signal;
     }
     siginfo_t info{};

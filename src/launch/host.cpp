@@ -2,8 +2,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/error.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -13,6 +11,7 @@
 #include <csignal>
 
 #include "base/env.h"
+#include "base/text.h"
 #include "launch/rank_command.h"
 
 namespace lockstep {
@@ -106,9 +105,9 @@ void Host::start(const Generation& generation) {
   if (options_.is_verbose) {
     std::vector<pid_t> pids;
     for (const Rank& rank : ranks_) pids.push_back(rank.pid);
-    output_.say(fmt::format("ranks {} to {} of {}, generation {}, are processes {}",
-                            generation.first_rank, generation.first_rank + options_.num_ranks - 1,
-                            generation.world_size, generation.number, fmt::join(pids, ", ")));
+    output_.say(text::format("ranks {} to {} of {}, generation {}, are processes {}",
+                             generation.first_rank, generation.first_rank + options_.num_ranks - 1,
+                             generation.world_size, generation.number, text::join(pids, ", ")));
   }
 }
 
@@ -129,7 +128,7 @@ void Host::start_rank(int local_rank, const Share& share) {
   }
   Fd socket;
   if (options_.num_hosts == 1) {
-    command.variables["LOCKSTEP_STORE"] = fmt::format("fd:{}", store_.get());
+    command.variables["LOCKSTEP_STORE"] = text::format("fd:{}", store_.get());
     command.inherited_fds = {store_.get()};
   } else {
     std::array<int, 2> ends{};
@@ -137,7 +136,7 @@ void Host::start_rank(int local_rank, const Share& share) {
       throw_errno("cannot make a socket", "Raise the limit on open files (ulimit -n).");
     }
     socket = Fd(ends[1]);
-    command.variables["LOCKSTEP_STORE"] = fmt::format("launcher:{}", socket.get());
+    command.variables["LOCKSTEP_STORE"] = text::format("launcher:{}", socket.get());
     command.inherited_fds = {socket.get()};
     // Answers find the connection that asked, if it is still there.
     auto mine = std::make_shared<std::weak_ptr<Connection>>();
@@ -210,15 +209,15 @@ Cause Host::cause_at(const Rank& rank) const {
         .host_rank = options_.host_rank,
         .host = host_name(),
         .rank = rank.number,
-        .text = fmt::format("(pid {}) was told to stop, and has saved its state, after {:.1f} s",
-                            rank.pid, seconds),
+        .text = text::format("(pid {}) was told to stop, and has saved its state, after {:.1f} s",
+                             rank.pid, seconds),
         .code = kExitPreempted,
         .signal = 0};
   }
   return {.host_rank = options_.host_rank,
           .host = host_name(),
           .rank = rank.number,
-          .text = fmt::format("(pid {}) {} after {:.1f} s", rank.pid, rank.end->text(), seconds),
+          .text = text::format("(pid {}) {} after {:.1f} s", rank.pid, rank.end->text(), seconds),
           .advice = advice_for(*rank.end),
           .code = rank.end->signal != 0 ? 128 + rank.end->signal : rank.end->code,
           .last_lines = output_.last_lines(rank.number)};
@@ -291,7 +290,7 @@ void Host::interrupt(int signal) {
   leader_->report(
       {.host_rank = options_.host_rank,
        .host = host_name(),
-       .text = fmt::format("was told to stop by signal {} ({})", signal, ::strsignal(signal)),
+       .text = text::format("was told to stop by signal {} ({})", signal, ::strsignal(signal)),
        .code = 128 + signal,
        .signal = signal,
        .is_interrupt = true,
@@ -301,19 +300,19 @@ void Host::interrupt(int signal) {
 std::string Host::describe(const Cause& cause) const {
   const bool is_here = cause.host_rank == options_.host_rank;
   const std::string where =
-      options_.num_hosts == 1 ? "" : fmt::format(" of host {} ({})", cause.host_rank, cause.host);
+      options_.num_hosts == 1 ? "" : text::format(" of host {} ({})", cause.host_rank, cause.host);
   std::string text;
   if (cause.rank >= 0) {
-    text = fmt::format("rank {}{} {}", cause.rank, where, cause.text);
+    text = text::format("rank {}{} {}", cause.rank, where, cause.text);
   } else if (is_here) {
-    text = fmt::format("this launcher {}", cause.text);
+    text = text::format("this launcher {}", cause.text);
   } else {
-    text = fmt::format("the launcher{} {}", where, cause.text);
+    text = text::format("the launcher{} {}", where, cause.text);
   }
   text += "." + (cause.advice.empty() ? "" : " " + cause.advice);
   if (!cause.last_lines.empty()) {
-    text += fmt::format("\n  The last lines of rank {}:\n    {}", cause.rank,
-                        fmt::join(cause.last_lines, "\n    "));
+    text += text::format("\n  The last lines of rank {}:\n    {}", cause.rank,
+                         text::join(cause.last_lines, "\n    "));
   }
   // Ranks that ended by themselves, each with what it said last.
   constexpr int kShown = 4;
@@ -326,24 +325,24 @@ std::string Host::describe(const Cause& cause) const {
     }
     if (++others > kShown) continue;
     if (others == 1) text += "\n  Because of it:";
-    text += fmt::format("\n    rank {} {}", rank.number, rank.end->text());
+    text += text::format("\n    rank {} {}", rank.number, rank.end->text());
     const auto lines = output_.last_lines(rank.number);
     const std::size_t from = lines.size() < kShownLines ? 0 : lines.size() - kShownLines;
     for (std::size_t i = from; i < lines.size(); ++i) text += "\n      " + lines[i];
   }
-  if (others > kShown) text += fmt::format("\n    and {} more", others - kShown);
+  if (others > kShown) text += text::format("\n    and {} more", others - kShown);
   return text;
 }
 
 void Host::restart_in(std::chrono::milliseconds delay, int restart, const Cause& cause) {
-  output_.say(fmt::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(cause), restart,
-                          options_.max_restarts, std::chrono::duration<double>(delay).count()));
+  output_.say(text::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(cause), restart,
+                           options_.max_restarts, std::chrono::duration<double>(delay).count()));
 }
 
 void Host::finish(const std::optional<Cause>& cause) {
   exit_code_ = cause ? cause->code : 0;
   if (!cause) return;
-  output_.say(fmt::format("{}\nlockstep: exit code {}", describe(*cause), *exit_code_));
+  output_.say(text::format("{}\nlockstep: exit code {}", describe(*cause), *exit_code_));
 }
 
 }  // namespace lockstep

@@ -1,7 +1,5 @@
 #include "launch/inspect.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
@@ -15,6 +13,7 @@
 #include <set>
 
 #include "archive/folder.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -27,11 +26,11 @@ std::string size_text(std::uint64_t bytes) {
   double size = static_cast<double>(bytes);
   std::size_t unit = 0;
   for (; size >= 1000 && unit + 1 < kUnits.size(); ++unit) size /= 1000;
-  return fmt::format("{:.{}f} {}", size, unit == 0 ? 0 : 1, kUnits[unit]);
+  return text::format("{:.{}f} {}", size, unit == 0 ? 0 : 1, kUnits[unit]);
 }
 
 std::string text_of(const TensorEntry& entry) {
-  return fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", "));
+  return text::format("{} [{}]", entry.dtype, text::join(entry.shape, ", "));
 }
 
 // Names come from strangers: what would move the cursor is not printed.
@@ -86,10 +85,10 @@ std::string list_tensors(const Tensors& tensors) {
     width = std::max(width, name.size());
     total += place.entry.bytes;
   }
-  std::string text = fmt::format("  {} tensors, {}\n", tensors.by_name.size(), size_text(total));
+  std::string text = text::format("  {} tensors, {}\n", tensors.by_name.size(), size_text(total));
   for (const auto& [name, place] : tensors.by_name) {
-    text += fmt::format("    {:<{}}  {:<24}  {:>9}\n", name, width, text_of(place.entry),
-                        size_text(place.entry.bytes));
+    text += text::format("    {:<{}}  {:<24}  {:>9}\n", name, width, text_of(place.entry),
+                         size_text(place.entry.bytes));
   }
   return text;
 }
@@ -114,20 +113,20 @@ Health look_at(const std::string& checkpoint) {
 
 Report inspect_checkpoint(const std::string& path) {
   const Health health = look_at(path);
-  if (!health.damage.empty()) return {fmt::format("{}: not whole: {}\n", path, health.damage), 1};
+  if (!health.damage.empty()) return {text::format("{}: not whole: {}\n", path, health.damage), 1};
   const Manifest& manifest = health.manifest;
-  Report report{fmt::format("{}: whole\n  step {}, saved {} by {} ranks, {}, hash {}\n", path,
-                            manifest.step, manifest.saved_at, manifest.world_size,
-                            size_text(health.bytes), manifest.hash)};
+  Report report{text::format("{}: whole\n  step {}, saved {} by {} ranks, {}, hash {}\n", path,
+                             manifest.step, manifest.saved_at, manifest.world_size,
+                             size_text(health.bytes), manifest.hash)};
   for (const FileRecord& file : manifest.files) {
-    report.text += fmt::format("  {}  {}  {}\n", file.hash, file.name, size_text(file.bytes));
+    report.text += text::format("  {}  {}  {}\n", file.hash, file.name, size_text(file.bytes));
   }
   const Tensors tensors = open_tensors(path);
   const Json parts = tensors.state.value("parts", Json::object());
   for (const auto& [name, value] : parts.items()) {
     const bool has_kind = value.is_object() && value.contains("kind");
     const std::string shown = has_kind ? value["kind"].dump() : value.dump();
-    report.text += fmt::format("  {}: {}\n", name, shown.substr(0, 100));
+    report.text += text::format("  {}: {}\n", name, shown.substr(0, 100));
   }
   report.text += list_tensors(tensors);
   return report;
@@ -136,20 +135,21 @@ Report inspect_checkpoint(const std::string& path) {
 Report inspect_folder(const std::string& path) {
   const auto names = list_checkpoints(path);
   if (names.empty()) {
-    throw UsageError({.operation = "inspect"},
-                     fmt::format("There is no checkpoint in {}.\nGive a folder that a Checkpointer "
-                                 "has written to.",
-                                 path));
+    throw UsageError(
+        {.operation = "inspect"},
+        text::format("There is no checkpoint in {}.\nGive a folder that a Checkpointer "
+                     "has written to.",
+                     path));
   }
   Report report;
   for (const CheckpointName& name : names) {
     const Health health = look_at(path + "/" + name.text());
     const bool is_whole = health.damage.empty();
     report.text +=
-        fmt::format("{}/{}  {}\n", path, name.text(),
-                    is_whole ? fmt::format("whole  step {}  {}  {}", health.manifest.step,
-                                           health.manifest.saved_at, size_text(health.bytes))
-                             : "not whole: " + health.damage);
+        text::format("{}/{}  {}\n", path, name.text(),
+                     is_whole ? text::format("whole  step {}  {}  {}", health.manifest.step,
+                                             health.manifest.saved_at, size_text(health.bytes))
+                              : "not whole: " + health.damage);
     if (!is_whole) report.code = 1;
   }
   return report;
@@ -200,8 +200,8 @@ std::string compare_values(const std::string& dtype, const std::string& left,
     const double difference = std::abs(*one - *value_at(dtype, right, i));
     most = std::isnan(difference) ? difference : std::max(most, difference);
   }
-  return fmt::format("{} of {} values differ{}", count, left.size() / size,
-                     has_value ? fmt::format(", by up to {:.3g}", most) : "");
+  return text::format("{} of {} values differ{}", count, left.size() / size,
+                      has_value ? text::format(", by up to {:.3g}", most) : "");
 }
 
 }  // namespace
@@ -210,7 +210,7 @@ Report inspect(const std::string& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) {
     const Tensors tensors = open_tensors(path);
-    return {fmt::format("{}: whole\n", path) + list_tensors(tensors)};
+    return {text::format("{}: whole\n", path) + list_tensors(tensors)};
   }
   std::error_code error;  // of one that may not be seen, reading says more
   if (fs::exists(path + "/manifest.json", error) || error) return inspect_checkpoint(path);
@@ -232,16 +232,16 @@ Report diff(const std::string& left, const std::string& right) {
     const auto one = mine.by_name.find(name);
     const auto two = other.by_name.find(name);
     if (two == other.by_name.end()) {
-      say(fmt::format("only in {}: {} {}", left, name, text_of(one->second.entry)));
+      say(text::format("only in {}: {} {}", left, name, text_of(one->second.entry)));
     } else if (one == mine.by_name.end()) {
-      say(fmt::format("only in {}: {} {}", right, name, text_of(two->second.entry)));
+      say(text::format("only in {}: {} {}", right, name, text_of(two->second.entry)));
     } else if (text_of(one->second.entry) != text_of(two->second.entry)) {
-      say(fmt::format("{}: {} and {}", name, text_of(one->second.entry),
-                      text_of(two->second.entry)));
+      say(text::format("{}: {} and {}", name, text_of(one->second.entry),
+                       text_of(two->second.entry)));
     } else {
       const std::string values = compare_values(one->second.entry.dtype, mine.bytes(one->second),
                                                 other.bytes(two->second));
-      if (!values.empty()) say(fmt::format("{}: {}", name, values));
+      if (!values.empty()) say(text::format("{}: {}", name, values));
     }
   }
   for (const Json& change : Json::diff(mine.state, other.state)) {
@@ -249,8 +249,8 @@ Report diff(const std::string& left, const std::string& right) {
     const auto shown = [&](const Json& state) {
       return state.contains(at) ? state.at(at).dump().substr(0, 60) : std::string("nothing");
     };
-    say(fmt::format("state{}: {} and {}", change.at("path").get<std::string>(), shown(mine.state),
-                    shown(other.state)));
+    say(text::format("state{}: {} and {}", change.at("path").get<std::string>(), shown(mine.state),
+                     shown(other.state)));
   }
   if (report.code == 0) report.text = "no difference\n";
   return report;

@@ -1,11 +1,11 @@
 // lockstep: the program. `lockstep run` starts a job; see `lockstep --help`.
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
 
+#include "base/text.h"
 #include "launch/args.h"
 #include "launch/doctor.h"
 #include "launch/guard.h"
@@ -21,11 +21,11 @@ int main(int argc, char** argv) try {
   const Invocation invocation = parse_arguments({argv + 1, argv + argc});
   switch (invocation.verb) {
     case Invocation::Verb::kPrint:
-      fmt::print("{}", invocation.text);
+      text::print("{}", invocation.text);
       return 0;
     case Invocation::Verb::kDoctor: {
       const auto findings = examine_machine("");
-      fmt::print("{}", to_text(findings));
+      text::print("{}", to_text(findings));
       return std::ranges::any_of(
                  findings,
                  [](const Finding& finding) { return finding.kind == Finding::Kind::kProblem; })
@@ -35,21 +35,21 @@ int main(int argc, char** argv) try {
     case Invocation::Verb::kInspect: {
       const auto& paths = invocation.paths;
       const Report report = paths.size() == 1 ? inspect(paths[0]) : diff(paths[0], paths[1]);
-      fmt::print("{}", report.text);
+      text::print("{}", report.text);
       return report.code;
     }
     case Invocation::Verb::kRun:
       if (invocation.run.is_dry) {
-        fmt::print("{}", describe_run(invocation.run));
+        text::print("{}", describe_run(invocation.run));
         return 0;
       }
       return run_guarded([&] { return run(invocation.run); });
   }
   return 0;
 } catch (const lockstep::BadArguments& error) {
-  fmt::print(stderr, "lockstep: {} (lockstep --help shows examples)\n", error.what());
+  lockstep::text::print(stderr, "lockstep: {} (lockstep --help shows examples)\n", error.what());
   return 2;
 } catch (const lockstep::Error& error) {
-  fmt::print(stderr, "lockstep: {}\n", error.message());
+  lockstep::text::print(stderr, "lockstep: {}\n", error.message());
   return 1;
 }

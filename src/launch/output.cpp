@@ -1,7 +1,6 @@
 #include "launch/output.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -11,6 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -27,7 +28,7 @@ bool is_ready(int fd, short events) {
 Printer::Printer(EventLoop& loop, int fd) : loop_(loop), fd_(fd), is_terminal_(::isatty(fd) == 1) {
   if (!is_terminal_) return;
   // poll(2) says that a terminal has room when it has room for one byte.
-  own_ = Fd(::open(fmt::format("/proc/self/fd/{}", fd).c_str(),
+  own_ = Fd(::open(text::format("/proc/self/fd/{}", fd).c_str(),
                    O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
   if (own_) fd_ = own_.get();
 }
@@ -117,13 +118,13 @@ void Output::begin(int first_rank, int num_ranks, int world_size, int generation
   const std::size_t width = std::to_string(world_size - 1).size();
   for (int rank = first_rank; rank < first_rank + num_ranks; ++rank) {
     Rank& one = ranks_[rank];
-    one.prefix = fmt::format("[{:>{}}] ", rank, width);
+    one.prefix = text::format("[{:>{}}] ", rank, width);
     if (options_.log_dir.empty()) continue;
-    const std::string path = fmt::format("{}/rank-{}.log", options_.log_dir, rank);
+    const std::string path = text::format("{}/rank-{}.log", options_.log_dir, rank);
     const int how = generation == 0 ? O_TRUNC : O_APPEND;
     one.log = Fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | how, 0666));
     if (!one.log) {
-      throw_errno(fmt::format("cannot write the log file {}", path),
+      throw_errno(text::format("cannot write the log file {}", path),
                   "Give --log-dir a folder that this user may write to.");
     }
   }
@@ -183,13 +184,13 @@ void Output::line(const Source& source, std::string_view text, LineCutter::End e
     rank.last.emplace_back(kept.substr(0, kKeptBytes));
   }
   if (rank.log) {
-    const std::string whole = fmt::format("{}{}", text, mark);
+    const std::string whole = text::format("{}{}", text, mark);
     for (std::size_t at = 0; at < whole.size();) {
       const ssize_t count = ::write(rank.log.get(), whole.data() + at, whole.size() - at);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0) {
-        say(fmt::format("cannot write the log file of rank {} any more: {}", source.rank,
-                        std::strerror(errno)));
+        say(text::format("cannot write the log file of rank {} any more: {}", source.rank,
+                         std::strerror(errno)));
         rank.log.reset();
         break;
       }
@@ -211,9 +212,9 @@ void Output::line(const Source& source, std::string_view text, LineCutter::End e
   }
   // A colour for each rank, and nothing left of a longer line that a progress bar has drawn here.
   const std::string prefix =
-      options_.has_colour ? fmt::format("\x1b[{}m{}\x1b[0m", 31 + source.rank % 6, rank.prefix)
+      options_.has_colour ? text::format("\x1b[{}m{}\x1b[0m", 31 + source.rank % 6, rank.prefix)
                           : rank.prefix;
-  stream.write(fmt::format("{}{}\x1b[K{}", prefix, text, mark));
+  stream.write(text::format("{}{}\x1b[K{}", prefix, text, mark));
 }
 
 void Output::close(int fd) {
@@ -254,7 +255,7 @@ std::vector<std::string> Output::last_lines(int rank) const {
 }
 
 void Output::say(const std::string& text) {
-  err().write(fmt::format("lockstep: {}{}\n", text, err().is_terminal() ? "\x1b[K" : ""));
+  err().write(text::format("lockstep: {}{}\n", text, err().is_terminal() ? "\x1b[K" : ""));
 }
 
 }  // namespace lockstep

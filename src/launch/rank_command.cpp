@@ -1,6 +1,5 @@
 #include "launch/rank_command.h"
-
-#include <fmt/format.h>
+#include "base/text.h"
 
 namespace lockstep {
 
@@ -9,7 +8,7 @@ Command rank_command(std::vector<std::string> arguments, int rank, int size, int
   command.arguments = std::move(arguments);
   command.variables["RANK"] = command.variables["LOCAL_RANK"] = std::to_string(rank);
   command.variables["WORLD_SIZE"] = command.variables["LOCAL_WORLD_SIZE"] = std::to_string(size);
-  command.variables["LOCKSTEP_STORE"] = fmt::format("fd:{}", store_fd);
+  command.variables["LOCKSTEP_STORE"] = text::format("fd:{}", store_fd);
   command.inherited_fds = {store_fd};
   return command;
 }

@@ -1,6 +1,5 @@
 // The other hosts' side of the link: a connection to the first host's Coordinator.
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <cerrno>
@@ -8,6 +7,7 @@
 #include <cstring>
 
 #include "base/socket.h"
+#include "base/text.h"
 #include "launch/coordinator.h"
 
 namespace lockstep {
@@ -88,13 +88,13 @@ void RemoteLeader::on_lost(const std::string& reason) {
   last_reason_ = reason;
   if (reason.starts_with(kHandshakeFailed)) {
     return fail(
-        fmt::format("was refused by what answers at {}:{}: it has another secret, or is not "
-                    "host 0 of this job ({})",
-                    options_.master_host, options_.master_port, reason),
+        text::format("was refused by what answers at {}:{}: it has another secret, or is not "
+                     "host 0 of this job ({})",
+                     options_.master_host, options_.master_port, reason),
         1);
   }
   if (!has_joined_) return;  // look_around tries again
-  fail(fmt::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
+  fail(text::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
        1);
 }
 
@@ -149,19 +149,20 @@ void RemoteLeader::look_around() {
   if (is_open && has_joined_) {
     connection_->send({{"type", "ping"}});
     if (is_in_time && EventLoop::Clock::now() - connection_->last_heard() > kLostAfter) {
-      on_lost(fmt::format("it has been silent for {} s", kLostAfter.count()));
+      on_lost(text::format("it has been silent for {} s", kLostAfter.count()));
     }
     return;
   }
   if (seconds_since(began_) > std::chrono::duration<double>(options_.join_timeout).count()) {
-    return fail(fmt::format("could not reach host 0 at {}:{} in {:.0f} s: {}", options_.master_host,
-                            options_.master_port, seconds_since(began_), last_reason_),
-                1);
+    return fail(
+        text::format("could not reach host 0 at {}:{} in {:.0f} s: {}", options_.master_host,
+                     options_.master_port, seconds_since(began_), last_reason_),
+        1);
   }
   if (seconds_since(began_) > 10 && !has_said_waiting_) {
     has_said_waiting_ = true;
-    output_.say(fmt::format("waiting for host 0 at {}:{}{}{}", options_.master_host,
-                            options_.master_port, last_reason_.empty() ? "" : ": ", last_reason_));
+    output_.say(text::format("waiting for host 0 at {}:{}{}{}", options_.master_host,
+                             options_.master_port, last_reason_.empty() ? "" : ": ", last_reason_));
   }
   // One that neither fails nor opens is tried anew as well: packets may have been dropped.
   if (!is_open || EventLoop::Clock::now() - connection_->last_heard() > kProofDeadline) connect();

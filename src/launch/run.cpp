@@ -1,13 +1,12 @@
 #include "launch/run.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <memory>
 
+#include "base/text.h"
 #include "launch/coordinator.h"
 #include "launch/guard.h"
 #include "launch/host.h"
@@ -78,9 +77,9 @@ int run(const RunOptions& options) {
 std::string describe_run(const RunOptions& options) {
   std::string text;
   if (options.num_hosts > 1) {
-    text = fmt::format("host {} of {} {} {}:{} (TLS 1.3)\n", options.host_rank, options.num_hosts,
-                       options.host_rank == 0 ? "listens at" : "connects to", options.master_host,
-                       options.master_port);
+    text = text::format("host {} of {} {} {}:{} (TLS 1.3)\n", options.host_rank, options.num_hosts,
+                        options.host_rank == 0 ? "listens at" : "connects to", options.master_host,
+                        options.master_port);
   }
   const auto shares = split_cores(this_machine(), options.num_ranks, options.bind);
   const Generation generation = {.number = 0, .first_rank = 0, .world_size = options.num_ranks};
@@ -95,10 +94,10 @@ std::string describe_run(const RunOptions& options) {
     }
     const char* const threads = ::getenv("OMP_NUM_THREADS");
     variables["OMP_NUM_THREADS"] = threads != nullptr ? threads : std::to_string(share.threads);
-    text += fmt::format("local rank {}, {}:", rank,
-                        share.cpus.empty() ? "not bound" : "cpus " + to_cpu_list(share.cpus));
-    for (const auto& [name, value] : variables) text += fmt::format(" {}={}", name, value);
-    text += fmt::format(" {}\n", fmt::join(options.command, " "));
+    text += text::format("local rank {}, {}:", rank,
+                         share.cpus.empty() ? "not bound" : "cpus " + to_cpu_list(share.cpus));
+    for (const auto& [name, value] : variables) text += text::format(" {}={}", name, value);
+    text += text::format(" {}\n", text::join(options.command, " "));
   }
   return text;
 }

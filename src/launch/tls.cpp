@@ -1,7 +1,6 @@
 #include "launch/tls.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <openssl/err.h>
 #include <openssl/evp.h>
@@ -15,6 +14,7 @@
 
 #include "base/env.h"
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -27,9 +27,9 @@ constexpr const char* kCipher = "TLS_AES_128_GCM_SHA256";
 constexpr std::array<unsigned char, 2> kCipherId = {0x13, 0x01};
 
 [[noreturn]] void fail(const std::string& what) {
-  throw SystemError(
-      {.operation = "launch"}, 0,
-      fmt::format("OpenSSL cannot {}: {}.\nCheck this machine's OpenSSL.", what, last_tls_error()));
+  throw SystemError({.operation = "launch"}, 0,
+                    text::format("OpenSSL cannot {}: {}.\nCheck this machine's OpenSSL.", what,
+                                 last_tls_error()));
 }
 
 const std::string& key_of(SSL* ssl) {
@@ -130,20 +130,20 @@ std::string read_secret(const std::string& file) {
     const Fd fd(::open(file.c_str(), O_RDONLY | O_CLOEXEC));
     struct stat status {};
     if (!fd || ::fstat(fd.get(), &status) != 0) {
-      refuse(fmt::format("The secret file {} cannot be read: {}.", file, std::strerror(errno)));
+      refuse(text::format("The secret file {} cannot be read: {}.", file, std::strerror(errno)));
     }
     if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
-      refuse(fmt::format("The secret file {} is open to other users (mode {:o}): chmod 600 {}.",
-                         file, status.st_mode & 0777, file));
+      refuse(text::format("The secret file {} is open to other users (mode {:o}): chmod 600 {}.",
+                          file, status.st_mode & 0777, file));
     }
-    secret = read_small_file(fmt::format("/proc/self/fd/{}", fd.get()));
+    secret = read_small_file(text::format("/proc/self/fd/{}", fd.get()));
     while (!secret.empty() && std::isspace(static_cast<unsigned char>(secret.back())) != 0) {
       secret.pop_back();
     }
   }
   if (secret.size() < kLeastSecret) {
-    refuse(fmt::format("The secret has {} characters, and {} are the least.", secret.size(),
-                       kLeastSecret));
+    refuse(text::format("The secret has {} characters, and {} are the least.", secret.size(),
+                        kLeastSecret));
   }
   return secret;
 }

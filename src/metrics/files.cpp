@@ -1,6 +1,5 @@
 // Files for plots. Lines and events are flushed one by one: a run that dies has them all.
 
-#include <fmt/format.h>
 #include <lockstep/metrics.h>
 #include <unistd.h>
 
@@ -12,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -25,7 +25,8 @@ std::shared_ptr<std::FILE> open_for_appending(const std::string& path) {
   std::filesystem::create_directories(std::filesystem::absolute(path).parent_path(), ignored);
   std::FILE* const file = std::fopen(path.c_str(), "ae");
   if (file == nullptr) {
-    throw_errno(fmt::format("cannot write {}", path), "Give a folder that this user may write to.");
+    throw_errno(text::format("cannot write {}", path),
+                "Give a folder that this user may write to.");
   }
   return {file, std::fclose};
 }
@@ -34,7 +35,7 @@ void append(const std::shared_ptr<std::FILE>& file, const std::string& path,
             const std::string& bytes) {
   if (std::fwrite(bytes.data(), 1, bytes.size(), file.get()) != bytes.size() ||
       std::fflush(file.get()) != 0) {
-    throw_errno(fmt::format("cannot write {}", path), "Check whether the disk is full.");
+    throw_errno(text::format("cannot write {}", path), "Check whether the disk is full.");
   }
 }
 
@@ -105,8 +106,8 @@ void JsonLines::write(std::int64_t step, const Values& values) {
 
 TensorBoard::TensorBoard(const std::string& folder, const World& world) {
   if (world.rank() != 0) return;
-  path_ = fmt::format("{}/events.out.tfevents.{:.0f}.{}.{}", folder, seconds_since_1970(),
-                      host_name(), ::getpid());
+  path_ = text::format("{}/events.out.tfevents.{:.0f}.{}.{}", folder, seconds_since_1970(),
+                       host_name(), ::getpid());
   file_ = open_for_appending(path_);
   record(field(1, seconds_since_1970()) + field(3, std::string("brain.Event:2")));
 }

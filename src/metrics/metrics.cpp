@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <lockstep/metrics.h>
 #include <sys/ioctl.h>
@@ -9,6 +8,7 @@
 #include <cmath>
 
 #include "base/env.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -18,8 +18,8 @@ constexpr auto kLineEvery = std::chrono::seconds(10);
 
 std::string duration_text(double seconds) {
   const auto whole = static_cast<std::int64_t>(seconds + 0.5);
-  if (whole < 3600) return fmt::format("{}:{:02}", whole / 60, whole % 60);
-  return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
+  if (whole < 3600) return text::format("{}:{:02}", whole / 60, whole % 60);
+  return text::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
 }
 
 // Columns of the terminal that standard error is, or that `lockstep run` says it is; 0: none.
@@ -48,17 +48,18 @@ void Accuracy::add(const at::Tensor& scores, const at::Tensor& targets) {
   if (scores.dim() != 2 || targets.dim() != 1 || scores.size(0) != targets.size(0)) {
     throw UsageError(
         {.operation = "Accuracy"},
-        fmt::format("The scores are {}, the targets {}.\nGive a row of scores for each "
-                    "target.",
-                    c10::str(scores.sizes()), c10::str(targets.sizes())));
+        text::format("The scores are {}, the targets {}.\nGive a row of scores for each "
+                     "target.",
+                     c10::str(scores.sizes()), c10::str(targets.sizes())));
   }
   add(scores.argmax(1).eq(targets).sum().item<std::int64_t>(), targets.numel());
 }
 
 void Accuracy::add(std::int64_t correct, std::int64_t total) {
   if (correct < 0 || correct > total) {
-    throw UsageError({.operation = "Accuracy"},
-                     fmt::format("{} of {} are said to be correct.\nGive counts.", correct, total));
+    throw UsageError(
+        {.operation = "Accuracy"},
+        text::format("{} of {} are said to be correct.\nGive counts.", correct, total));
   }
   correct_ += correct;
   total_ += total;
@@ -77,13 +78,14 @@ double finite_mean(const at::Tensor& loss, const World& world) {
   for (int rank = 0; rank < world.size(); ++rank) {
     const auto value = all.view({-1})[rank].item<double>();
     if (std::isfinite(value)) continue;
-    bad += fmt::format("{}{} on rank {}", bad.empty() ? "" : ", ", value, rank);
+    bad += text::format("{}{} on rank {}", bad.empty() ? "" : ", ", value, rank);
   }
   if (bad.empty()) return all.mean().item<double>();
-  throw UsageError({.rank = world.rank(), .operation = "finite_mean"},
-                   fmt::format("The loss is {}.\nTake a smaller learning rate, clip the gradients, "
-                               "or look for bad samples in that rank's last batch.",
-                               bad));
+  throw UsageError(
+      {.rank = world.rank(), .operation = "finite_mean"},
+      text::format("The loss is {}.\nTake a smaller learning rate, clip the gradients, "
+                   "or look for bad samples in that rank's last batch.",
+                   bad));
 }
 
 void StepClock::step(std::int64_t samples) {
@@ -109,7 +111,7 @@ ProgressBar::ProgressBar(std::int64_t total_steps, const World& world)
     : total_(total_steps), is_shown_(world.rank() == 0) {
   if (total_steps < 1) {
     throw UsageError({.rank = world.rank(), .operation = "ProgressBar"},
-                     fmt::format("{} steps were announced.\nGive 1 or more.", total_steps));
+                     text::format("{} steps were announced.\nGive 1 or more.", total_steps));
   }
   if (is_shown_) width_ = terminal_width();
 }
@@ -120,17 +122,17 @@ std::string ProgressBar::text(std::int64_t step, double loss, double samples_per
   const std::chrono::duration<double> gone = Clock::now() - began_;
   const std::string left =
       part > 0 ? duration_text(gone.count() * (1 - part) / part) : std::string("?");
-  const std::string facts = fmt::format("step {}/{}  loss {:.4f}  {:.0f} samples/s  {} left", step,
-                                        total_, loss, samples_per_second, left);
+  const std::string facts = text::format("step {}/{}  loss {:.4f}  {:.0f} samples/s  {} left", step,
+                                         total_, loss, samples_per_second, left);
   constexpr int kFrame = 8;  // "100% [" and "] "
   const int room = width - static_cast<int>(facts.size()) - kFrame - 1;
   if (room < 4)
     return facts.substr(0, width > 0 ? static_cast<std::size_t>(width - 1) : facts.size());
   const int bar = std::min(room, 40);
   const int full = static_cast<int>(part * bar);
-  return fmt::format("{:3.0f}% [{}{}] {}", std::floor(part * 100),
-                     std::string(static_cast<std::size_t>(full), '#'),
-                     std::string(static_cast<std::size_t>(bar - full), '.'), facts);
+  return text::format("{:3.0f}% [{}{}] {}", std::floor(part * 100),
+                      std::string(static_cast<std::size_t>(full), '#'),
+                      std::string(static_cast<std::size_t>(bar - full), '.'), facts);
 }
 
 void ProgressBar::update(std::int64_t step, double loss, double samples_per_second) {
@@ -141,7 +143,7 @@ void ProgressBar::update(std::int64_t step, double loss, double samples_per_seco
   if (now - last_shown_ < every && !is_last) return;
   last_shown_ = now;
   last_text_ = text(step, loss, samples_per_second, width_);
-  write_all(width_ > 0 ? fmt::format("{}\x1b[K\r", last_text_) : last_text_ + "\n");
+  write_all(width_ > 0 ? text::format("{}\x1b[K\r", last_text_) : last_text_ + "\n");
 }
 
 void ProgressBar::finish() {

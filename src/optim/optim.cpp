@@ -2,13 +2,14 @@
 // into a Batch: same type and device, same number of steps taken.
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <lockstep/optim.h>
 
 #include <cmath>
 #include <map>
 #include <tuple>
+
+#include "base/text.h"
 
 namespace lockstep::optim {
 namespace {
@@ -173,7 +174,7 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
                       bool must_be_finite) {
   if (!(max_norm > 0)) {
     throw UsageError({.operation = "clip_grad_norm"},
-                     fmt::format("max_norm is {}.\nGive a positive number.", max_norm));
+                     text::format("max_norm is {}.\nGive a positive number.", max_norm));
   }
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
@@ -189,9 +190,9 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   const double total = std::sqrt(squares);
   if (must_be_finite && !std::isfinite(total)) {
     throw UsageError({.operation = "clip_grad_norm"},
-                     fmt::format("The norm of the gradients is {}.\nLower the learning rate, look "
-                                 "for bad samples, or use GradScaler with fp16.",
-                                 total));
+                     text::format("The norm of the gradients is {}.\nLower the learning rate, look "
+                                  "for bad samples, or use GradScaler with fp16.",
+                                  total));
   }
   // As Python's: a little less than max_norm, so that rounding does not exceed it.
   const double scale = max_norm / (total + 1e-6);

@@ -1,4 +1,3 @@
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <lockstep/optim.h>
 
@@ -6,13 +5,15 @@
 #include <cmath>
 #include <numbers>
 
+#include "base/text.h"
+
 namespace lockstep::optim {
 namespace {
 
 void check_steps(const char* curve, std::int64_t steps) {
   if (steps >= 1) return;
   throw UsageError({.operation = curve},
-                   fmt::format("{} steps were asked for.\nGive 1 or more.", steps));
+                   text::format("{} steps were asked for.\nGive 1 or more.", steps));
 }
 
 // From `from` at 0 to `to` at 1, along half a cosine.
@@ -80,9 +81,9 @@ void Schedule::load_state(const State& state) {
   if (state.base_lrs.size() != base_lrs_.size() || state.steps < 0) {
     throw UsageError(
         {.operation = "Schedule"},
-        fmt::format("The state has {} learning rates and {} steps, but the optimizer has "
-                    "{} groups.\nLoad the state of a run with the same groups.",
-                    state.base_lrs.size(), state.steps, base_lrs_.size()));
+        text::format("The state has {} learning rates and {} steps, but the optimizer has "
+                     "{} groups.\nLoad the state of a run with the same groups.",
+                     state.base_lrs.size(), state.steps, base_lrs_.size()));
   }
   steps_ = state.steps;
   base_lrs_ = state.base_lrs;

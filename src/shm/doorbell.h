@@ -1,8 +1,8 @@
-// Doorbell: how a rank that has nothing to do sleeps until a peer has news.
+// Doorbell: how a rank that has nothing to do sleeps until a peer changes something.
 //
-// A sleeper says that it sleeps, looks once more, and then waits on its own futex. Whoever has news
-// publishes them first and then looks who sleeps. With a full fence on both sides, either the
-// sleeper sees the news or the other sees the sleeper: no news are slept through.
+// A sleeper says that it sleeps, looks once more, and then waits on its own futex. A peer publishes
+// its change first and then looks who sleeps. With a full fence on both sides, either the sleeper
+// sees the change or the peer sees the sleeper: no wake-up is lost.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ void ring_even_if_awake(Control& peer);
 
 class Sleep {
  public:
-  // Announces that this rank is going to sleep. Look for news after this, then call nap().
+  // Announces that this rank is going to sleep. Look for changes after this, then call nap().
   explicit Sleep(Control& self);
   ~Sleep();
   // Returns when the doorbell rings, has rung since the constructor, or after `limit`.

@@ -19,14 +19,18 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "shm/types.h"
+#include "collective/operation.h"
 
 namespace lockstep::shm {
 
-constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
-constexpr std::uint32_t kShmVersion = 2;                 // of everything in this file
+using collective::DataType;
+using collective::Kind;
+using collective::kLine;
+using collective::Reduction;
 
-constexpr std::size_t kLine = 64;          // bytes of a cache line
+constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
+constexpr std::uint32_t kShmVersion = 3;                 // of everything in this file
+
 constexpr std::uint64_t kSlots = 64;       // pieces in flight
 constexpr std::size_t kTinyBytes = 8;      // inputs up to this size travel in the slot
 constexpr std::size_t kSmallBytes = 4096;  // up to this one in a small buffer
@@ -35,20 +39,7 @@ constexpr std::size_t kPieceBytes = 1 << 19;  // larger operations are cut into 
 constexpr std::size_t kStagingPieces = 4;     // how many of them a rank has room for
 constexpr std::size_t kMaxChunks = 64;        // of a piece: bits of Slot::claimed
 constexpr std::size_t kMaxAreas = 1024;       // memory handed out for zero-copy operations
-constexpr std::size_t kReasonBytes = 1024;
-
-enum class Kind : std::uint8_t {
-  kBarrier,
-  kAllReduce,
-  kReduce,
-  kBroadcast,
-  kAllGather,
-  kGather,
-  kScatter,
-  kReduceScatter,
-  kAllToAll,
-};
-const char* name_of(Kind kind);
+constexpr std::size_t kCauseBytes = 1024;
 
 // What a rank says of a piece. All fields before `place` must be equal on all ranks.
 struct Record {
@@ -97,9 +88,7 @@ struct alignas(kLine) Control {
   alignas(kLine) std::atomic<std::uint64_t> retired{0};
   alignas(kLine) std::atomic<std::int32_t> waits_outside{0};  // 1 + the rank of another host, or 0
   alignas(kLine) std::atomic<RankState> state{RankState::kRunning};
-  std::int32_t failure_kind;  // an ErrorKind; valid with reason once state is kFailed
-  std::int32_t failure_peer;
-  char reason[kReasonBytes];
+  char cause[kCauseBytes];  // a Cause as a text; valid once state is kFailed
   alignas(kLine) std::array<Area, kMaxAreas> areas;  // written before a record names them
   std::array<Slot, kSlots> slots;
   alignas(kLine) std::array<std::array<std::byte, kSmallBytes>, kSmallBuffers> small_buffers;

@@ -1,16 +1,17 @@
-// How pieces of operations move: posted, ready, done, retired (layout.h).
+#include "shm/pieces.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "shm/doorbell.h"
-#include "shm/group.h"
+#include "base/text.h"
 
 namespace lockstep::shm {
 namespace {
+
+using collective::kMaxRanks;
+using collective::size_of;
 
 // Chunks are claimed whole: large enough that claiming costs nothing, small enough that a rank that
 // has come late finds something to do, and at least one for each rank.
@@ -28,74 +29,90 @@ bool gives_input(const Operation& operation, int rank) {
 
 }  // namespace
 
-int Group::num_input_parts(const Operation& operation) const {
+int Pieces::num_input_parts(const Operation& operation) const {
   switch (operation.kind) {
     case Kind::kScatter:
     case Kind::kReduceScatter:
     case Kind::kAllToAll:
-      return size();
+      return peers_.size;
     default:
       return 1;
   }
 }
 
 // The same on all ranks: it depends on nothing but the operation. Whole cache lines.
-std::size_t Group::elements_per_piece(const Operation& operation) const {
+std::size_t Pieces::elements_per_piece(const Operation& operation) const {
   const std::size_t element = size_of(operation.type);
   const std::size_t per_part = kPieceBytes / static_cast<std::size_t>(num_input_parts(operation));
   return std::max<std::size_t>(per_part / kLine * kLine / element, 1);
 }
 
-std::uint64_t Group::min_retired() {
+std::uint64_t Pieces::min_retired() {
   std::uint64_t least = num_retired_;
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank()) continue;
-    least = std::min(least, control(peer).retired.load());
+  for (int peer = 0; peer < peers_.size; ++peer) {
+    if (peer == peers_.rank) continue;
+    least = std::min(least, peers_.control(peer).retired.load());
   }
   return min_retired_ = least;
 }
 
-void Group::ring_all() {
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank()) ring(control(peer));
+std::shared_ptr<PendingOperation> Pieces::add(Operation operation) {
+  auto request = std::make_shared<PendingOperation>();
+  const std::size_t per_piece = elements_per_piece(operation);
+  request->num_pieces = std::max<std::uint64_t>((operation.count + per_piece - 1) / per_piece, 1);
+  request->operation = std::move(operation);
+  waiting_.push_back(request);
+  while (post_next()) {
   }
+  return request;
 }
 
-bool Group::progress(bool is_waiting) {
+bool Pieces::is_done(PendingOperation& request) {
+  if (request.is_done) return true;
+  if (request.num_done < request.num_pieces) return false;
+  if (request.must_be_retired && min_retired_ < request.last_piece &&
+      min_retired() < request.last_piece) {
+    return false;
+  }
+  return request.is_done = true;
+}
+
+void Pieces::clear() {
+  waiting_.clear();
+  active_.clear();
+}
+
+collective::Activity Pieces::oldest_activity() const {
+  if (active_.empty()) return {"room", "room for an operation"};
+  return active_.front().operation().activity();
+}
+
+bool Pieces::progress(bool is_waiting) {
   bool has_moved = false;
   while (post_next()) has_moved = true;
   for (Piece& piece : active_) {
     if (!piece.is_done && advance(piece, is_waiting)) has_moved = true;
   }
   if (!active_.empty() && active_.front().is_done) retire();
-  if (has_mail() && move_mail()) has_moved = true;
   return has_moved;
 }
 
 // Posts one piece if there is one, a slot for it, and room for its input.
-bool Group::post_next() {
+bool Pieces::post_next() {
   if (waiting_.empty()) return false;
-  const std::shared_ptr<Request> request = waiting_.front();
-  Piece piece;
-  if (!post(request->operation, request->num_posted, piece)) return false;
-  piece.request = request;
-  request->last_piece = piece.number;
-  if (++request->num_posted == request->num_pieces) waiting_.pop_front();
-  active_.push_back(std::move(piece));
-  return true;
-}
-
-// Posts the piece of the operation with the given index. False if there is no room for it yet.
-bool Group::post(const Operation& operation, std::uint64_t index, Piece& piece) {
   const std::uint64_t number = num_posted_ + 1;
   if (number > kSlots && min_retired_ < number - kSlots && min_retired() < number - kSlots) {
     return false;
   }
-  piece.operation = &operation;
+  const std::shared_ptr<PendingOperation> request = waiting_.front();
+  const Operation& operation = request->operation;
+  const std::uint64_t index = request->num_posted;
+  Piece piece;
+  piece.request = request;
   piece.number = number;
   piece.first = index * elements_per_piece(operation);
   piece.count = std::min(elements_per_piece(operation), operation.count - piece.first);
-  Slot& mine = slot(rank(), number);
+  Slot& mine = slot(peers_.rank, piece);
   mine.record = {.kind = operation.kind,
                  .type = operation.type,
                  .reduction = operation.reduction,
@@ -106,48 +123,32 @@ bool Group::post(const Operation& operation, std::uint64_t index, Piece& piece) 
                  .place = kNowhere,
                  .offset = 0,
                  .factor = operation.factor};
-  if (gives_input(operation, rank()) && !place_input(operation, piece, mine)) {
+  if (gives_input(operation, peers_.rank) && !place_input(piece, mine)) {
     return false;  // no room yet
   }
-  if (rank() == 0) {
+  if (peers_.rank == 0) {
     mine.claimed.store(0, std::memory_order_relaxed);
     mine.num_done.store(0, std::memory_order_relaxed);
   }
   mine.retired = num_retired_;
   mine.posted.store(number);  // sequentially consistent: see doorbell.h
   num_posted_ = number;
-  ring_all();
+  peers_.ring_all();
+  request->last_piece = number;
+  if (++request->num_posted == request->num_pieces) waiting_.pop_front();
+  active_.push_back(std::move(piece));
   return true;
 }
 
-// A small all-reduce with nothing else under way and all ranks about to come needs no queue.
-// False if the others are not there soon: then the piece goes on like any other.
-bool Group::run_at_once(Piece& piece) {
-  for (int look = 0; look < num_looks_; ++look) {
-    if (!have_all_posted(piece)) {
-      relax();
-      continue;
-    }
-    make_ready(piece);
-    if (piece.is_claimed) return false;
-    pull(piece);
-    num_retired_ = piece.number;
-    self().retired.store(num_retired_);
-    ring_all();
-    return true;
-  }
-  return false;
-}
-
-bool Group::have_all_posted(Piece& piece) {
-  while (piece.num_seen < size() &&
-         slot(piece.num_seen, piece.number).posted.load() == piece.number) {
+bool Pieces::have_all_posted(Piece& piece) const {
+  while (piece.num_seen < peers_.size &&
+         slot(piece.num_seen, piece).posted.load() == piece.number) {
     ++piece.num_seen;
   }
-  return piece.num_seen == size();
+  return piece.num_seen == peers_.size;
 }
 
-bool Group::advance(Piece& piece, bool is_waiting) {
+bool Pieces::advance(Piece& piece, bool is_waiting) {
   if (!piece.is_ready) {
     if (!have_all_posted(piece)) return false;
     make_ready(piece);
@@ -158,14 +159,12 @@ bool Group::advance(Piece& piece, bool is_waiting) {
   return true;
 }
 
-// All records are there: they must agree, and they decide how an all-reduce is done.
-void Group::make_ready(Piece& piece) {
-  const Record& mine = slot(rank(), piece.number).record;
-  std::uint64_t least_retired = num_retired_;
-  for (int peer = 0; peer < size(); ++peer) {
-    const Record& theirs = slot(peer, piece.number).record;
-    least_retired = std::min(least_retired, slot(peer, piece.number).retired);
-    if (peer == rank() || std::memcmp(&mine, &theirs, offsetof(Record, place)) == 0) continue;
+// All records must agree. All ranks name the same two: rank 0 and the first that differs from it.
+void Pieces::compare_records(const Piece& piece) const {
+  const Record& first = slot(0, piece).record;
+  for (int peer = 1; peer < peers_.size; ++peer) {
+    const Record& other = slot(peer, piece).record;
+    if (std::memcmp(&first, &other, offsetof(Record, place)) == 0) continue;
     const auto operation_of = [](const Record& record) {
       Operation operation;
       operation.kind = record.kind;
@@ -175,37 +174,40 @@ void Group::make_ready(Piece& piece) {
       operation.count = record.total;
       return operation;
     };
-    // All ranks name the same two: rank 0 and the first that differs from it.
-    int other = 1;
-    const Record& first = slot(0, piece.number).record;
-    while (std::memcmp(&first, &slot(other, piece.number).record, offsetof(Record, place)) == 0) {
-      ++other;
-    }
-    throw_mismatch(name(rank()), piece.number, name(0), operation_of(first), name(other),
-                   operation_of(slot(other, piece.number).record));
+    collective::throw_mismatch(peers_.my_global_rank(), piece.number, peers_.global_rank(0),
+                               operation_of(first), peers_.global_rank(peer), operation_of(other));
+  }
+}
+
+// All records are there. They decide how an all-reduce is done.
+void Pieces::make_ready(Piece& piece) {
+  compare_records(piece);
+  std::uint64_t least_retired = num_retired_;
+  for (int peer = 0; peer < peers_.size; ++peer) {
+    least_retired = std::min(least_retired, slot(peer, piece).retired);
   }
   piece.is_ready = true;
   min_retired_ = std::max(min_retired_, least_retired);
-  const Operation& operation = *piece.operation;
+  const Operation& operation = piece.operation();
   if (operation.kind != Kind::kAllReduce) return;
   const std::size_t element = size_of(operation.type);
   const std::size_t bytes = piece.count * element;
-  bool is_in_place = size() > 2 && bytes > kPullBytes;
-  for (int peer = 0; peer < size(); ++peer) {
-    is_in_place |= slot(peer, piece.number).record.place < kFirstThatIsNoArea;
+  bool is_in_place = peers_.size > 2 && bytes > kPullBytes;
+  for (int peer = 0; peer < peers_.size; ++peer) {
+    is_in_place |= slot(peer, piece).record.place < kFirstThatIsNoArea;
   }
   if (!is_in_place) return;
   piece.is_claimed = true;
-  const std::size_t wanted =
-      std::clamp<std::size_t>(bytes / kChunkBytes, static_cast<std::size_t>(size()), kMaxChunks);
+  const std::size_t wanted = std::clamp<std::size_t>(
+      bytes / kChunkBytes, static_cast<std::size_t>(peers_.size), kMaxChunks);
   const std::size_t chunk_bytes = ((bytes + wanted - 1) / wanted + kLine - 1) / kLine * kLine;
   piece.chunk_elements = chunk_bytes / element;
   piece.num_chunks = (piece.count + piece.chunk_elements - 1) / piece.chunk_elements;
 }
 
 // Takes from the others what this rank needs.
-void Group::pull(Piece& piece) {
-  const Operation& operation = *piece.operation;
+void Pieces::pull(const Piece& piece) {
+  const Operation& operation = piece.operation();
   if (operation.output.is_empty() || piece.count == 0) return;
   const std::size_t element = size_of(operation.type);
   const auto output = [&](int part) { return operation.output.part(part) + piece.first * element; };
@@ -220,51 +222,49 @@ void Group::pull(Piece& piece) {
     case Kind::kBroadcast:
       return copy(operation.root, 0, 0);
     case Kind::kScatter:
-      return copy(operation.root, rank(), 0);
+      return copy(operation.root, peers_.rank, 0);
     case Kind::kAllToAll:
-      for (int peer = 0; peer < size(); ++peer) copy(peer, rank(), peer);
+      for (int peer = 0; peer < peers_.size; ++peer) copy(peer, peers_.rank, peer);
       return;
     case Kind::kAllGather:
     case Kind::kGather:
-      for (int peer = 0; peer < size(); ++peer) copy(peer, 0, peer);
+      for (int peer = 0; peer < peers_.size; ++peer) copy(peer, 0, peer);
       return;
     default:
       break;  // the reductions
   }
   const void* inputs[kMaxRanks];
   double factors[kMaxRanks];
-  const int part = operation.kind == Kind::kReduceScatter ? rank() : 0;
-  for (int peer = 0; peer < size(); ++peer) {
+  const int part = operation.kind == Kind::kReduceScatter ? peers_.rank : 0;
+  for (int peer = 0; peer < peers_.size; ++peer) {
     // Its own is where the caller has it: a copy, if there is one, is for the others.
-    inputs[peer] = peer == rank() ? operation.input.part(part) + piece.first * element
-                                  : input_of(peer, piece, part);
-    factors[peer] = slot(peer, piece.number).record.factor;
+    inputs[peer] = peer == peers_.rank ? operation.input.part(part) + piece.first * element
+                                       : input_of(peer, piece, part);
+    factors[peer] = slot(peer, piece).record.factor;
   }
   void* outputs[] = {output(0)};
-  reduce({.type = operation.type,
-          .reduction = operation.reduction,
-          .num_inputs = size(),
-          .inputs = inputs,
-          .factors = factors,
-          .num_outputs = 1,
-          .outputs = outputs,
-          .count = piece.count},
-         options_.simd);
+  collective::reduce({.type = operation.type,
+                      .reduction = operation.reduction,
+                      .num_inputs = peers_.size,
+                      .inputs = inputs,
+                      .factors = factors,
+                      .num_outputs = 1,
+                      .outputs = outputs,
+                      .count = piece.count},
+                     simd_);
 }
 
 // Reduces chunks in place, for all ranks at once. A rank that computes takes only its share, so
 // that the one that is behind is not given more to do; a rank that waits takes what it finds.
-bool Group::reduce_chunks(Piece& piece, bool is_waiting) {
-  const Operation& operation = *piece.operation;
-  const std::size_t element = size_of(operation.type);
-  Slot& shared = slot(0, piece.number);
-  const auto num_ranks = static_cast<std::size_t>(size());
+bool Pieces::reduce_chunks(Piece& piece, bool is_waiting) {
+  Slot& shared = slot(0, piece);
+  const auto num_ranks = static_cast<std::size_t>(peers_.size);
   const std::size_t per_rank = (piece.num_chunks + num_ranks - 1) / num_ranks;
   bool has_moved = false;
   for (std::size_t i = 0; i < per_rank * num_ranks; ++i) {
     // Its own first: rank r begins with chunk r, and steps by the number of ranks.
-    const std::size_t chunk =
-        (i % per_rank) * num_ranks + (i / per_rank + static_cast<std::size_t>(rank())) % num_ranks;
+    const std::size_t chunk = (i % per_rank) * num_ranks +
+                              (i / per_rank + static_cast<std::size_t>(peers_.rank)) % num_ranks;
     if (i >= per_rank && !is_waiting) break;
     if (chunk >= piece.num_chunks) continue;
     const std::uint64_t bit = std::uint64_t{1} << chunk;
@@ -274,52 +274,58 @@ bool Group::reduce_chunks(Piece& piece, bool is_waiting) {
         (shared.claimed.fetch_or(bit, std::memory_order_relaxed) & bit) != 0) {
       continue;
     }
-    const std::size_t first = chunk * piece.chunk_elements;
-    const void* inputs[kMaxRanks];
-    void* outputs[kMaxRanks];
-    double factors[kMaxRanks];
-    for (int peer = 0; peer < size(); ++peer) {
-      outputs[peer] = input_of(peer, piece, 0) + first * element;
-      inputs[peer] = outputs[peer];
-      factors[peer] = slot(peer, piece.number).record.factor;
-    }
-    reduce({.type = operation.type,
-            .reduction = operation.reduction,
-            .num_inputs = size(),
-            .inputs = inputs,
-            .factors = factors,
-            .num_outputs = size(),
-            .outputs = outputs,
-            .count = std::min(piece.chunk_elements, piece.count - first)},
-           options_.simd);
-    if (shared.num_done.fetch_add(1) + 1 == piece.num_chunks) ring_all();
+    reduce_chunk(piece, chunk);
+    if (shared.num_done.fetch_add(1) + 1 == piece.num_chunks) peers_.ring_all();
     has_moved = true;
   }
   // Acquires what all the others have reduced.
   if (shared.num_done.load() != piece.num_chunks) return has_moved;
-  std::byte* result = input_of(rank(), piece, 0);
-  std::byte* output = operation.output.base + piece.first * element;
+  const std::size_t element = size_of(piece.operation().type);
+  std::byte* result = input_of(peers_.rank, piece, 0);
+  std::byte* output = piece.operation().output.base + piece.first * element;
   if (result != output) std::memcpy(output, result, piece.count * element);
   finish(piece);
   return true;
 }
 
-void Group::finish(Piece& piece) {
+void Pieces::reduce_chunk(const Piece& piece, std::size_t chunk) {
+  const Operation& operation = piece.operation();
+  const std::size_t first = chunk * piece.chunk_elements;
+  const void* inputs[kMaxRanks];
+  void* outputs[kMaxRanks];
+  double factors[kMaxRanks];
+  for (int peer = 0; peer < peers_.size; ++peer) {
+    outputs[peer] = input_of(peer, piece, 0) + first * size_of(operation.type);
+    inputs[peer] = outputs[peer];
+    factors[peer] = slot(peer, piece).record.factor;
+  }
+  collective::reduce({.type = operation.type,
+                      .reduction = operation.reduction,
+                      .num_inputs = peers_.size,
+                      .inputs = inputs,
+                      .factors = factors,
+                      .num_outputs = peers_.size,
+                      .outputs = outputs,
+                      .count = std::min(piece.chunk_elements, piece.count - first)},
+                     simd_);
+}
+
+void Pieces::finish(Piece& piece) const {
   piece.is_done = true;
-  Request& request = *piece.request;
+  PendingOperation& request = *piece.request;
   ++request.num_done;
   request.must_be_retired |=
-      !piece.is_claimed && slot(rank(), piece.number).record.place < kFirstThatIsNoArea;
+      !piece.is_claimed && slot(peers_.rank, piece).record.place < kFirstThatIsNoArea;
 }
 
 // Pieces are retired in order, so that one number says it all.
-void Group::retire() {
+void Pieces::retire() {
   while (!active_.empty() && active_.front().is_done) {
     num_retired_ = active_.front().number;
     active_.pop_front();
   }
-  self().retired.store(num_retired_);
-  ring_all();
+  peers_.self().retired.store(num_retired_);
+  peers_.ring_all();
 }
 
 }  // namespace lockstep::shm

@@ -1,7 +1,6 @@
 #include "shm/segment.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -15,6 +14,7 @@
 #include <string>
 
 #include "base/cgroup.h"
+#include "base/text.h"
 
 namespace lockstep::shm {
 namespace {
@@ -30,22 +30,22 @@ std::uint64_t available_memory() {
 
 [[noreturn]] void refuse(std::size_t bytes, const std::string& reason, int code) {
   throw SystemError({.operation = "shared memory"}, code,
-                    fmt::format("{} bytes of shared memory are needed, but {}.\nGive the job more "
-                                "memory, use fewer ranks, or choose the engine \"gloo\".",
-                                bytes, reason));
+                    text::format("{} bytes of shared memory are needed, but {}.\nGive the job more "
+                                 "memory, use fewer ranks, or choose the engine \"gloo\".",
+                                 bytes, reason));
 }
 
 void check_room(std::size_t bytes) {
   // The kernel would answer a larger demand by killing a process of the cgroup: ask before.
   if (const std::uint64_t left = memory_left_in_cgroup(""); left < bytes) {
-    refuse(bytes, fmt::format("the memory cgroup has only {} left", left), ENOMEM);
+    refuse(bytes, text::format("the memory cgroup has only {} left", left), ENOMEM);
   }
   if (const std::uint64_t left = available_memory(); left < bytes) {
-    refuse(bytes, fmt::format("the machine has only {} available", left), ENOMEM);
+    refuse(bytes, text::format("the machine has only {} available", left), ENOMEM);
   }
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
-    refuse(bytes, fmt::format("the limit on file sizes is {} (ulimit -f)", limit.rlim_cur), EFBIG);
+    refuse(bytes, text::format("the limit on file sizes is {} (ulimit -f)", limit.rlim_cur), EFBIG);
   }
 }
 
@@ -56,8 +56,8 @@ std::byte* map(int fd, std::size_t bytes) {
     ::getrlimit(RLIMIT_AS, &limit);
     refuse(bytes,
            limit.rlim_cur == RLIM_INFINITY
-               ? fmt::format("mapping them failed: {}", std::strerror(errno))
-               : fmt::format("the limit on address space is {} (ulimit -v)", limit.rlim_cur),
+               ? text::format("mapping them failed: {}", std::strerror(errno))
+               : text::format("the limit on address space is {} (ulimit -v)", limit.rlim_cur),
            errno);
   }
   ::madvise(data, bytes, MADV_HUGEPAGE);  // where the system gives them; else nothing happens
@@ -71,13 +71,13 @@ Segment Segment::create(std::size_t bytes) {
   Fd fd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("cannot make a memory file", "Raise the limit on open files (ulimit -n).");
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
-    refuse(bytes, fmt::format("the memory file cannot grow: {}", std::strerror(errno)), errno);
+    refuse(bytes, text::format("the memory file cannot grow: {}", std::strerror(errno)), errno);
   }
   std::byte* data = map(fd.get(), bytes);
   Segment segment(std::move(fd), data, bytes, true);
   // Now, not at the first touch: a machine without room says so here.
   if (::fallocate(segment.fd_.get(), 0, 0, static_cast<off_t>(bytes)) != 0) {
-    refuse(bytes, fmt::format("the system does not give them: {}", std::strerror(errno)), errno);
+    refuse(bytes, text::format("the system does not give them: {}", std::strerror(errno)), errno);
   }
   if (::fcntl(segment.fd_.get(), F_ADD_SEALS, kSeals) != 0) {
     throw_errno("cannot seal a memory file",
@@ -93,19 +93,19 @@ Segment Segment::attach(const SegmentName& name) {
   if (name.owner == this_process()) {
     return Segment(Fd(), reinterpret_cast<std::byte*>(name.address), name.bytes, false);
   }
-  const std::string path = fmt::format("/proc/{}/fd/{}", name.owner.pid, name.fd);
+  const std::string path = text::format("/proc/{}/fd/{}", name.owner.pid, name.fd);
   const Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!fd) {
-    throw_errno(fmt::format("cannot open the shared memory of process {}", name.owner.pid),
+    throw_errno(text::format("cannot open the shared memory of process {}", name.owner.pid),
                 "Run all ranks as the same user, and check that the rank is still running.");
   }
   struct stat status {};
   if (::fstat(fd.get(), &status) != 0 || static_cast<std::uint64_t>(status.st_size) != name.bytes ||
       ::fcntl(fd.get(), F_GET_SEALS) != kSeals || find_process(name.owner.pid) != name.owner) {
     throw MismatchError({.operation = "shared memory"},
-                        fmt::format("Descriptor {} of process {} is not the shared memory of {} "
-                                    "bytes that it announced.\nStart the job again.",
-                                    name.fd, name.owner.pid, name.bytes));
+                        text::format("Descriptor {} of process {} is not the shared memory of {} "
+                                     "bytes that it announced.\nStart the job again.",
+                                     name.fd, name.owner.pid, name.bytes));
   }
   return Segment(Fd(), map(fd.get(), name.bytes), name.bytes, true);
 }

@@ -3,13 +3,14 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/error.h>
 #include <lockstep/world.h>
 
 #include <functional>
 
+#include "base/cause.h"
+#include "base/text.h"
+#include "world/exchange.h"
 #include "world/state.h"
 #include "world/translate.h"
 
@@ -19,8 +20,8 @@ namespace {
 using Work = c10::intrusive_ptr<c10d::Work>;
 
 std::string describe_tensor(const at::Tensor& tensor) {
-  return fmt::format("{}[{}], {} bytes", c10::toString(tensor.scalar_type()),
-                     fmt::join(tensor.sizes(), ", "), tensor.nbytes());
+  return text::format("{}[{}], {} bytes", c10::toString(tensor.scalar_type()),
+                      text::join(tensor.sizes(), ", "), tensor.nbytes());
 }
 
 enum class Use { kRead, kWritten };
@@ -32,10 +33,10 @@ void check_dense(const at::Tensor& tensor, Use use, int rank, const char* operat
   if (is_dense && !is_overlapping) return;
   throw UsageError(
       {.rank = rank, .operation = operation},
-      fmt::format("{} was given {}.\nGive it a dense tensor of its own memory.", operation,
-                  !tensor.defined() ? "an undefined tensor"
-                  : is_overlapping  ? "an expanded tensor, whose elements share memory"
-                                    : "a sparse tensor"));
+      text::format("{} was given {}.\nGive it a dense tensor of its own memory.", operation,
+                   !tensor.defined() ? "an undefined tensor"
+                   : is_overlapping  ? "an expanded tensor, whose elements share memory"
+                                     : "a sparse tensor"));
 }
 
 // Contiguous, and with a pending conjugation or negation carried out.
@@ -80,9 +81,9 @@ at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
   check_dense(tensor, Use::kWritten, rank(), "broadcast");
   if (root < 0 || root >= size()) {
     throw UsageError({.rank = rank(), .operation = "broadcast"},
-                     fmt::format("broadcast was given root {} in a world of {}.\n"
-                                 "Give a rank from 0 to {}.",
-                                 root, size(), size() - 1));
+                     text::format("broadcast was given root {} in a world of {}.\n"
+                                  "Give a rank from 0 to {}.",
+                                  root, size(), size() - 1));
   }
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> dense = {make_dense(tensor)};
@@ -110,9 +111,9 @@ at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) c
   check_dense(tensor, Use::kRead, rank(), "reduce_scatter");
   if (tensor.dim() == 0 || tensor.size(0) != size()) {
     throw UsageError({.rank = rank(), .operation = "reduce_scatter"},
-                     fmt::format("reduce_scatter was given {}, whose first dimension is not the "
-                                 "{} ranks of this world.\nGive one part per rank.",
-                                 describe_tensor(tensor), size()));
+                     text::format("reduce_scatter was given {}, whose first dimension is not the "
+                                  "{} ranks of this world.\nGive one part per rank.",
+                                  describe_tensor(tensor), size()));
   }
   const at::NoGradGuard no_grad;
   at::Tensor input = make_dense(tensor).view(-1);
@@ -124,38 +125,21 @@ at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) c
   return output.view(tensor.sizes().slice(1));
 }
 
-// Two broadcasts: what kind of answer and how long it is, then the answer's bytes.
+// Rank 0's answer, or its failure as a Cause, behind one character that says which.
 std::string World::share_from_rank0(std::string answer, std::exception_ptr failure) const {
-  constexpr std::int64_t kAnswer = -1;  // else the bytes are a message, and this is its ErrorKind
-  std::int64_t kind = kAnswer;
-  if (failure) {
-    try {
-      std::rethrow_exception(failure);
-    } catch (const Error& error) {
-      kind = static_cast<std::int64_t>(error.kind());
-      answer = error.message();
-    } catch (const std::exception& error) {
-      kind = static_cast<std::int64_t>(ErrorKind::kUsage);
-      answer = error.what();
-    } catch (...) {
-      kind = static_cast<std::int64_t>(ErrorKind::kUsage);
-      answer = "an exception that is not a std::exception";
-    }
+  constexpr char kAnswer = 'a';
+  constexpr char kFailure = 'f';
+  std::string sent;
+  if (rank() == 0) {
+    sent = failure ? kFailure + to_text(cause_of(failure, 0, ErrorKind::kUsage)) : kAnswer + answer;
   }
-  const at::Tensor header =
-      at::tensor({kind, static_cast<std::int64_t>(answer.size())}, at::TensorOptions(at::kLong));
-  broadcast(header);
-  kind = header[0].item<std::int64_t>();
-  answer.resize(static_cast<std::size_t>(header[1].item<std::int64_t>()));
-  if (!answer.empty()) {
-    broadcast(at::from_blob(answer.data(), {static_cast<std::int64_t>(answer.size())}, at::kByte));
-  }
+  const std::string received = share_text(*this, sent, 0);
   if (failure) std::rethrow_exception(failure);
-  if (kind != kAnswer) {
-    throw_error(static_cast<ErrorKind>(kind), {.rank = rank(), .peer = 0, .operation = "on_rank0"},
-                "Because rank 0: " + answer);
+  if (received.front() == kFailure) {
+    throw_cause(cause_from(std::string_view(received).substr(1)),
+                {.rank = rank(), .peer = 0, .operation = "on_rank0"});
   }
-  return answer;
+  return received.substr(1);
 }
 
 namespace detail {

@@ -1,12 +1,13 @@
 #include "world/environment.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <array>
 #include <cstdint>
 #include <functional>
 #include <vector>
+
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -20,7 +21,7 @@ std::string found(const Environment& environment, const std::vector<std::string>
   std::string text;
   for (const std::string& name : names) {
     if (const auto value = environment.get(name)) {
-      text += fmt::format("{}{}={}", text.empty() ? "" : ", ", name, *value);
+      text += text::format("{}{}={}", text.empty() ? "" : ", ", name, *value);
     }
   }
   return text.empty() ? "none of them" : text;
@@ -47,16 +48,16 @@ void read_rank_and_size(const Environment& environment, const Names& names, Plac
   const auto size = environment.get_int(names.size, 1);
   if (!rank || !size) {
     refuse(
-        fmt::format("{} is not set, but {} is: half of what {} sets.\n"
-                    "Start the program with a launcher, set both, or unset both to run alone.",
-                    rank ? names.size : names.rank, found(environment, {names.rank, names.size}),
-                    names.launcher));
+        text::format("{} is not set, but {} is: half of what {} sets.\n"
+                     "Start the program with a launcher, set both, or unset both to run alone.",
+                     rank ? names.size : names.rank, found(environment, {names.rank, names.size}),
+                     names.launcher));
   }
   if (*rank >= *size) {
     refuse(
-        fmt::format("{}={} is out of range: {}={}, so ranks are 0 to {}.\n"
-                    "Give each process its own rank below the size.",
-                    names.rank, *rank, names.size, *size, *size - 1));
+        text::format("{}={} is out of range: {}={}, so ranks are 0 to {}.\n"
+                     "Give each process its own rank below the size.",
+                     names.rank, *rank, names.size, *size, *size - 1));
   }
   placement.rank = *rank;
   placement.size = *size;
@@ -70,12 +71,12 @@ std::optional<TcpAddress> read_master(const Environment& environment) {
   const auto port = environment.get_int("MASTER_PORT", 1);
   if (!host && !port) return std::nullopt;
   if (!host || !port) {
-    refuse(fmt::format(
+    refuse(text::format(
         "{} is not set, but {} is.\n"
         "Set both to an address and a free port of rank 0's host.",
         host ? "MASTER_PORT" : "MASTER_ADDR", found(environment, {"MASTER_ADDR", "MASTER_PORT"})));
   }
-  if (*port > 65535) refuse(fmt::format("MASTER_PORT is {}.\nSet it to 1 to 65535.", *port));
+  if (*port > 65535) refuse(text::format("MASTER_PORT is {}.\nSet it to 1 to 65535.", *port));
   return TcpAddress{*host, *port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"};
 }
 
@@ -114,10 +115,10 @@ StorePlace foreign_store(const Environment& environment, const Names& names, int
     return *master;
   }
   refuse(
-      fmt::format("{} started {} ranks on several hosts, and MASTER_ADDR and MASTER_PORT are not "
-                  "set.\nSet them to rank 0's host and a free port there (mpirun: -x MASTER_ADDR "
-                  "-x MASTER_PORT).",
-                  names.launcher, size));
+      text::format("{} started {} ranks on several hosts, and MASTER_ADDR and MASTER_PORT are not "
+                   "set.\nSet them to rank 0's host and a free port there (mpirun: -x MASTER_ADDR "
+                   "-x MASTER_PORT).",
+                   names.launcher, size));
 }
 
 Placement read_torchrun(const Environment& environment) {
@@ -129,7 +130,7 @@ Placement read_torchrun(const Environment& environment) {
     const std::size_t colon = store->find(':');
     const std::string kind = store->substr(0, colon);
     if (colon == std::string::npos || (kind != "fd" && kind != "launcher")) {
-      refuse(fmt::format(
+      refuse(text::format(
           "LOCKSTEP_STORE is '{}'.\nUnset it; lockstep sets it to fd:N or launcher:N.", *store));
     }
     const int fd = parse_int("LOCKSTEP_STORE", store->substr(colon + 1), 0);
@@ -146,9 +147,9 @@ Placement read_torchrun(const Environment& environment) {
     placement.store = *master;
   } else {
     refuse(
-        fmt::format("{} are set, but MASTER_ADDR and MASTER_PORT are not.\nStart the program with "
-                    "a launcher, or set both to an address and a free port of rank 0's host.",
-                    found(environment, {"RANK", "WORLD_SIZE"})));
+        text::format("{} are set, but MASTER_ADDR and MASTER_PORT are not.\nStart the program with "
+                     "a launcher, or set both to an address and a free port of rank 0's host.",
+                     found(environment, {"RANK", "WORLD_SIZE"})));
   }
   return placement;
 }
@@ -171,9 +172,9 @@ Placement read_placement(const Environment& environment) {
   for (const std::string& name : leftovers) {
     if (environment.has(name)) {
       refuse(
-          fmt::format("RANK and WORLD_SIZE are not set, but {} is: half of what a launcher sets.\n"
-                      "Start the program with a launcher, or unset it to run alone.",
-                      found(environment, leftovers)));
+          text::format("RANK and WORLD_SIZE are not set, but {} is: half of what a launcher sets.\n"
+                       "Start the program with a launcher, or unset it to run alone.",
+                       found(environment, leftovers)));
     }
   }
   return {};

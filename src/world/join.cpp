@@ -1,19 +1,19 @@
 // World::join: from the variables of a launcher to an engine that connects all ranks.
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <lockstep/world.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
-#include <set>
 #include <thread>
 
-#include "backend/engines.h"
 #include "base/env.h"
 #include "base/log.h"
+#include "base/text.h"
+#include "engine/engines.h"
+#include "engine/hosts.h"
 #include "world/environment.h"
-#include "world/meeting.h"
+#include "world/rendezvous.h"
 #include "world/state.h"
 #include "world/store.h"
 #include "world/translate.h"
@@ -26,8 +26,9 @@ void check(const JoinOptions& options) {
     throw UsageError({.operation = "join"}, message);
   };
   if (options.timeout.count() <= 0 || options.join_timeout.count() <= 0) {
-    refuse(fmt::format("JoinOptions has timeout {} ms and join_timeout {} ms.\nMake both positive.",
-                       options.timeout.count(), options.join_timeout.count()));
+    refuse(
+        text::format("JoinOptions has timeout {} ms and join_timeout {} ms.\nMake both positive.",
+                     options.timeout.count(), options.join_timeout.count()));
   }
   if (options.rank.has_value() != options.size.has_value() ||
       options.rank.has_value() != static_cast<bool>(options.store)) {
@@ -36,8 +37,8 @@ void check(const JoinOptions& options) {
         "Give all of them, or none and start the program with a launcher.");
   }
   if (options.rank && (*options.size < 1 || *options.rank < 0 || *options.rank >= *options.size)) {
-    refuse(fmt::format("JoinOptions has rank {} of size {}.\nRanks are 0 to size - 1.",
-                       *options.rank, *options.size));
+    refuse(text::format("JoinOptions has rank {} of size {}.\nRanks are 0 to size - 1.",
+                        *options.rank, *options.size));
   }
 }
 
@@ -64,14 +65,14 @@ std::chrono::milliseconds remaining(std::chrono::steady_clock::time_point deadli
 
 // A rank that joins again can reach rank 0's store of the world before, in the moment when that
 // ends; then it tries once more, as long as there is time.
-Meeting open_and_meet(const JoinOptions& options, const Placement& placement,
-                      const std::string& engine, std::chrono::steady_clock::time_point deadline,
-                      OpenStore& open) {
+Rendezvous open_and_rendezvous(const JoinOptions& options, const Placement& placement,
+                               const std::string& engine,
+                               std::chrono::steady_clock::time_point deadline, OpenStore& open) {
   while (true) {
     open = options.store ? OpenStore{options.store, "the program's own store", [] {}}
                          : open_store(placement, remaining(deadline));
     try {
-      return meet(open, placement, engine, remaining(deadline));
+      return hold_rendezvous(open, placement, engine, remaining(deadline));
     } catch (const StoreLost&) {
       const bool may_retry = std::holds_alternative<TcpAddress>(placement.store) &&
                              placement.rank != 0 && std::chrono::steady_clock::now() < deadline;
@@ -83,8 +84,7 @@ Meeting open_and_meet(const JoinOptions& options, const Placement& placement,
 
 void announce(const Log& log, const EngineContext& context, const Choice& choice) {
   if (context.rank != 0 || context.size() == 1) return;
-  std::set<std::string> hosts;
-  for (const Member& member : context.members) hosts.insert(member.host_id);
+  const Hosts hosts(context.members);
   log.info("{} ranks on {} host{}, started by {}; engine: {} ({})", context.size(), hosts.size(),
            hosts.size() == 1 ? "" : "s", context.launcher, choice.name, choice.reason);
 }
@@ -101,20 +101,20 @@ World World::join(const JoinOptions& options) {
                                  ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
                                  : options.engine;
   OpenStore open;
-  const Meeting meeting = open_and_meet(options, placement, engine, deadline, open);
+  const Rendezvous rendezvous = open_and_rendezvous(options, placement, engine, deadline, open);
 
   auto state = std::make_shared<State>();
   state->rank = placement.rank;
-  state->members = meeting.members;
-  state->local_size = static_cast<int>(std::ranges::count(
-      meeting.members, state->self().host_id, [](const Member& member) { return member.host_id; }));
-  state->store = c10::make_intrusive<c10d::PrefixStore>(meeting.key_prefix + "/user", open.store);
+  state->members = rendezvous.members;
+  state->local_size = static_cast<int>(Hosts(rendezvous.members).with(placement.rank).size());
+  state->store =
+      c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/user", open.store);
 
   EngineContext context;
   context.rank = placement.rank;
-  context.members = meeting.members;
+  context.members = rendezvous.members;
   context.store =
-      c10::make_intrusive<c10d::PrefixStore>(meeting.key_prefix + "/engine", open.store);
+      c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/engine", open.store);
   context.connect_timeout = remaining(deadline);
   context.timeout = options.timeout;
   context.master_address = master_address(placement);
@@ -126,7 +126,7 @@ World World::join(const JoinOptions& options) {
     state->backend = make_engine(choice.name, context);
   } catch (...) {
     rethrow_translated(std::current_exception(), state->members, placement.rank, "join",
-                       fmt::format("the engine '{}'", engine));
+                       text::format("the engine '{}'", engine));
   }
   open.store->setTimeout(options.timeout);
   state->context = context;
@@ -141,7 +141,7 @@ World World::duplicate() const {
   state->local_size = state_->local_size;
   state->members = state_->members;
   // All ranks duplicate in the same order, so the number is the same on all.
-  const std::string prefix = fmt::format("duplicate{}", state_->num_duplicates++);
+  const std::string prefix = text::format("duplicate{}", state_->num_duplicates++);
   state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
   state->context = state_->context;
   state->context.store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->context.store);
@@ -150,7 +150,7 @@ World World::duplicate() const {
     state->backend = make_engine(engine, state->context);
   } catch (...) {
     rethrow_translated(std::current_exception(), state->members, state->rank, "duplicate",
-                       fmt::format("the engine '{}'", engine));
+                       text::format("the engine '{}'", engine));
   }
   return World(std::move(state));
 }

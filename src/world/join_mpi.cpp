@@ -2,18 +2,18 @@
 // tell each other through MPI where it is, a memory file on one host, else a port of rank 0's.
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/mpi.h>
 
 #include <algorithm>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "backend/mpi_calls.h"
 #include "base/env.h"
 #include "base/hash.h"
 #include "base/posix.h"
 #include "base/process.h"
+#include "base/text.h"
+#include "engine/mpi/calls.h"
 #include "world/hosts.h"
 #include "world/store.h"
 
@@ -41,9 +41,9 @@ mpi::Communicator copy(MPI_Comm communicator, const JoinOptions& options) {
   if (code != MPI_SUCCESS) {
     throw UsageError(
         {.operation = "join"},
-        fmt::format("MPI cannot copy this communicator: {}.\nGive an intracommunicator "
-                    "that has not been freed.",
-                    mpi::text_of(code)));
+        text::format("MPI cannot copy this communicator: {}.\nGive an intracommunicator "
+                     "that has not been freed.",
+                     mpi::text_of(code)));
   }
   mpi::wait(request, options.join_timeout, -1, "join_mpi");
   return mpi::Communicator(handle);
@@ -94,10 +94,10 @@ c10::intrusive_ptr<c10d::Store> make_store(const mpi::Communicator& communicator
       return store;
     }
     file = Fd(
-        ::open(fmt::format("/proc/{}/fd/{}", all[0].pid, all[0].fd).c_str(), O_RDWR | O_CLOEXEC));
+        ::open(text::format("/proc/{}/fd/{}", all[0].pid, all[0].fd).c_str(), O_RDWR | O_CLOEXEC));
     exchange(communicator, mine, options);
     if (!file) {
-      throw_errno(fmt::format("cannot open the store of process {}", all[0].pid),
+      throw_errno(text::format("cannot open the store of process {}", all[0].pid),
                   "Run all ranks as the same user.");
     }
     return open_at(InheritedFd{file.get()}, communicator.rank(), timeout);

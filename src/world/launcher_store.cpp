@@ -2,8 +2,6 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -14,6 +12,7 @@
 #include <thread>
 
 #include "base/frame.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -131,8 +130,8 @@ void LauncherStore::wait(const std::vector<std::string>& keys,
   auto pause = std::chrono::milliseconds(1);
   while (!check(keys)) {
     if (timeout != kNoTimeout && Clock::now() >= deadline) {
-      C10_THROW_ERROR(DistStoreError, fmt::format("wait timeout after {} ms, keys: {}",
-                                                  timeout.count(), fmt::join(keys, ", ")));
+      C10_THROW_ERROR(DistStoreError, text::format("wait timeout after {} ms, keys: {}",
+                                                   timeout.count(), text::join(keys, ", ")));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::milliseconds(20));

@@ -1,7 +1,6 @@
 #include "world/store.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <lockstep/error.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -18,6 +17,7 @@
 #include "base/posix.h"
 #include "base/process.h"
 #include "base/socket.h"
+#include "base/text.h"
 #include "world/launcher_store.h"
 #include "world/translate.h"
 
@@ -34,7 +34,7 @@ struct FdOwner {
 class DescriptorStore : private FdOwner, public c10d::FileStore {
  public:
   explicit DescriptorStore(Fd file)
-      : FdOwner{std::move(file)}, c10d::FileStore(fmt::format("/proc/self/fd/{}", fd.get()), -1) {}
+      : FdOwner{std::move(file)}, c10d::FileStore(text::format("/proc/self/fd/{}", fd.get()), -1) {}
 
   c10::intrusive_ptr<c10d::Store> clone() override {
     return c10::make_intrusive<DescriptorStore>(duplicate(fd.get()));
@@ -47,7 +47,7 @@ class DescriptorStore : private FdOwner, public c10d::FileStore {
 ProcessId find_launcher(const std::string& rank_variable) {
   pid_t pid = ::getppid();
   while (pid > 1) {
-    const std::string variables = '\0' + read_small_file(fmt::format("/proc/{}/environ", pid));
+    const std::string variables = '\0' + read_small_file(text::format("/proc/{}/environ", pid));
     if (variables.find('\0' + rank_variable + '=') == std::string::npos) break;
     pid = parent_of(pid);
   }
@@ -58,20 +58,20 @@ OpenStore open_launcher_file(const LauncherFile& place) {
   const char* folder = std::getenv("TMPDIR");
   const ProcessId launcher = find_launcher(place.rank_variable);
   const std::string path =
-      fmt::format("{}/lockstep-{}-{}-{}", folder != nullptr && *folder != '\0' ? folder : "/tmp",
-                  ::geteuid(), launcher.pid, launcher.start_time);
+      text::format("{}/lockstep-{}-{}-{}", folder != nullptr && *folder != '\0' ? folder : "/tmp",
+                   ::geteuid(), launcher.pid, launcher.start_time);
   Fd file(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, S_IRUSR | S_IWUSR));
   if (!file) {
-    throw_errno(fmt::format("cannot open {}, where the ranks of this job meet", path),
+    throw_errno(text::format("cannot open {}, where the ranks of this job meet", path),
                 "Set TMPDIR to a folder that you may write to, the same on all ranks.");
   }
   struct stat status {};
   if (::fstat(file.get(), &status) != 0 || status.st_uid != ::geteuid() ||
       (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
     throw UsageError({.operation = "join"},
-                     fmt::format("{} belongs to user {} or is open to others, so it is not used.\n"
-                                 "Remove it, or set TMPDIR to a folder of your own.",
-                                 path, status.st_uid));
+                     text::format("{} belongs to user {} or is open to others, so it is not used.\n"
+                                  "Remove it, or set TMPDIR to a folder of your own.",
+                                  path, status.st_uid));
   }
   return {c10::make_intrusive<DescriptorStore>(std::move(file)), "the file " + path,
           [path] { ::unlink(path.c_str()); }};
@@ -120,14 +120,14 @@ c10::intrusive_ptr<c10d::Store> serve_tcp(const TcpAddress& address,
   const int code = errno;
   if (code == EADDRINUSE && is_listening_here(address.port)) return connect_tcp(address, timeout);
   errno = code;
-  throw_errno(fmt::format("rank 0 cannot listen on {}:{}", address.host, address.port),
+  throw_errno(text::format("rank 0 cannot listen on {}:{}", address.host, address.port),
               code == EADDRINUSE
                   ? "Another program uses this port: set MASTER_PORT to a free one, on all ranks."
                   : "Set MASTER_ADDR to an address of rank 0's own host, on all ranks.");
 }
 
 OpenStore open_tcp(const TcpAddress& address, int rank, std::chrono::milliseconds timeout) {
-  const std::string place = fmt::format("{}:{}", address.host, address.port);
+  const std::string place = text::format("{}:{}", address.host, address.port);
   const auto start = std::chrono::steady_clock::now();
   try {
     const bool is_server = rank == 0 && !address.is_served_by_launcher;
@@ -136,7 +136,7 @@ OpenStore open_tcp(const TcpAddress& address, int rank, std::chrono::millisecond
     throw;
   } catch (const std::exception& error) {
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-    const std::string message = fmt::format(
+    const std::string message = text::format(
         "There is no answer from the store at {} after {:.1f} s: {}\nCheck that rank 0 is running "
         "and that MASTER_ADDR and MASTER_PORT are the same on all ranks.",
         place, took.count(), first_line(error.what()));
@@ -155,7 +155,7 @@ struct Opener {
   }
   OpenStore operator()(const InheritedFd& place) const {
     return {c10::make_intrusive<DescriptorStore>(duplicate(place.fd)),
-            fmt::format("descriptor {}", place.fd), [] {}};
+            text::format("descriptor {}", place.fd), [] {}};
   }
   OpenStore operator()(const LauncherSocket& place) const {
     return {c10::make_intrusive<LauncherStore>(duplicate(place.fd), timeout),
@@ -176,12 +176,12 @@ OpenStore open_store(const Placement& placement, std::chrono::milliseconds timeo
 OpenStore serve_store(TcpAddress& address, std::chrono::milliseconds timeout) {
   Fd socket = listen_at(address.host, 0);
   if (!socket) {
-    throw_errno(fmt::format("rank 0 cannot listen on {}", address.host),
+    throw_errno(text::format("rank 0 cannot listen on {}", address.host),
                 "Set MASTER_ADDR to an address of rank 0's own host.");
   }
   address.port = port_of(socket.get());
   return {connect_tcp(address, timeout, std::move(socket)),
-          fmt::format("{}:{}", address.host, address.port), [] {}};
+          text::format("{}:{}", address.host, address.port), [] {}};
 }
 
 }  // namespace lockstep

@@ -1,6 +1,5 @@
 #include "world/translate.h"
 
-#include <fmt/format.h>
 #include <lockstep/error.h>
 
 #include <algorithm>
@@ -9,7 +8,7 @@
 #include <optional>
 #include <thread>
 
-#include "base/process.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -24,7 +23,7 @@ bool contains_any(const std::string& text, std::initializer_list<const char*> wo
 std::optional<Member> find_dead(const std::vector<Member>& members, int rank) {
   constexpr auto kPatience = std::chrono::seconds(2);
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  const std::string& here = members[static_cast<std::size_t>(rank)].host_id;
+  const Member& here = members[static_cast<std::size_t>(rank)];
   do {
     const auto dead = std::ranges::find_if(
         members, [&](const Member& member) { return !seems_alive(member, here); });
@@ -43,11 +42,6 @@ std::string first_line(std::string_view text) {
   return std::string(text) + ".";
 }
 
-bool seems_alive(const Member& member, const std::string& this_host_id) {
-  return member.host_id != this_host_id ||
-         is_alive({.pid = member.pid, .start_time = member.start_time});
-}
-
 void rethrow_translated(std::exception_ptr error, const std::vector<Member>& members, int rank,
                         const std::string& operation, const std::string& subject) {
   ErrorPlace place{.rank = rank, .operation = operation};
@@ -61,31 +55,31 @@ void rethrow_translated(std::exception_ptr error, const std::vector<Member>& mem
   } catch (...) {
     cause = "an exception that is not a std::exception.";
   }
-  const std::string what = fmt::format("{} of {}", operation, subject);
+  const std::string what = text::format("{} of {}", operation, subject);
   const bool is_timeout = contains_any(cause, {"imed out", "imeout"});
   const bool is_broken =
       contains_any(cause, {"onnection", "closed", "reset by peer", "Broken pipe", "ocket"});
   if (is_timeout || is_broken) {
     if (const auto dead = find_dead(members, rank)) {
       place.peer = dead->rank;
-      throw PeerLostError(place, fmt::format("{} lost {}: its process has ended.\n"
-                                             "Look at the last lines of rank {}, mend the cause, "
-                                             "and start the job again.",
-                                             what, describe(*dead), dead->rank));
+      throw PeerLostError(place, text::format("{} lost {}: its process has ended.\n"
+                                              "Look at the last lines of rank {}, fix the cause "
+                                              "and restart the job.",
+                                              what, describe(*dead), dead->rank));
     }
     if (is_timeout) {
       throw TimeoutError(place,
-                         fmt::format("{} waited too long for another rank: {}\nCheck that all "
-                                     "ranks make the same calls in the same order, or raise "
-                                     "JoinOptions::timeout.",
-                                     what, cause));
+                         text::format("{} waited too long for another rank: {}\nCheck that all "
+                                      "ranks make the same calls in the same order, or raise "
+                                      "JoinOptions::timeout.",
+                                      what, cause));
     }
-    throw PeerLostError(place, fmt::format("{} lost its connection to another rank: {}\n"
-                                           "Look for the rank that failed first.",
-                                           what, cause));
+    throw PeerLostError(place, text::format("{} lost its connection to another rank: {}\n"
+                                            "Look for the rank that failed first.",
+                                            what, cause));
   }
   throw UsageError(
-      place, fmt::format("{} was refused: {}\nUse another type, size or engine.", what, cause));
+      place, text::format("{} was refused: {}\nUse another type, size or engine.", what, cause));
 }
 
 }  // namespace lockstep

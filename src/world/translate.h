@@ -8,15 +8,12 @@
 #include <string_view>
 #include <vector>
 
-#include "backend/describe.h"
+#include "engine/hosts.h"
 
 namespace lockstep {
 
 // LibTorch appends a stack trace to its messages; people need the first line.
 std::string first_line(std::string_view text);
-
-// Whether the member's process still runs, as far as this host can tell.
-bool seems_alive(const Member& member, const std::string& this_host_id);
 
 // Throws the error that fits: PeerLostError if a rank of this host is gone or a connection broke,
 // TimeoutError, else UsageError. An error of lockstep's own passes unchanged.

@@ -2,7 +2,7 @@
 # The script's own behaviour: help, unknown verbs, and set-up without root.
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 
-for verb in setup build demo test bench docs check format; do
+for verb in setup build demo test verify bench docs check format; do
   expect "./dev $verb" ./dev
 done
 refuse "there is no verb 'tset'" ./dev tset
@@ -31,3 +31,7 @@ setup=(env -u LOCKSTEP_TORCH -u CMAKE_PREFIX_PATH PATH="$work/bin:$PATH" "$work/
 expect "installing torch==2.13.0" "${setup[@]}"
 expect "ready" "${setup[@]}"
 [ "$(wc -l <"$work/calls")" -eq 1 ] || die "a second set-up did not find the first"
+
+# ./dev build installs nothing, and says what is missing.
+printf '#!/bin/sh\nexit 1\n' >"$work/bin/dpkg-query"
+refuse "Run ./dev setup once" env -u LOCKSTEP_TORCH PATH="$work/bin:$PATH" "$work/clone/dev" build

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Every command in a ```sh block of the documents, as it stands there.
-# Not run: `./dev test` alone, which is what runs this. (README's "sh consumer": find_package.sh.)
+# Not run: `./dev test` alone, which is what runs this, and `./dev verify`, which CI runs beside it. (README's "sh consumer": find_package.sh.)
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 
 count=0
 for document in README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md docs/*.md docs/*/*.md; do
   while read -r line; do
     case $line in
-      "" | "./dev test") continue ;;
+      "" | "./dev test" | "./dev verify") continue ;;
     esac
     printf '+ %s (%s)\n' "$line" "$document"
     bash -ec "$line" >"$work/log" 2>&1 </dev/null || die "$line, in $document:"$'\n'"$(cat "$work/log")"

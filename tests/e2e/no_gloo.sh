@@ -38,5 +38,5 @@ expect "gloo" env -u LOCKSTEP_TORCH "${configure[@]}" -DTorch_DIR="$LOCKSTEP_TOR
 # The build goes on without it, and says at run time why there is none.
 rm -rf "$work/build"
 "${configure[@]}" -DLOCKSTEP_WITH_GLOO=OFF -DLOCKSTEP_WITH_MPI=OFF -DCMAKE_BUILD_TYPE=Debug >/dev/null
-ninja -C "$work/build" CMakeFiles/lockstep_backend.dir/src/backend/no_{gloo,mpi}.cpp.o >"$work/log" ||
+ninja -C "$work/build" CMakeFiles/lockstep_engine.dir/src/engine/{gloo/no_gloo,mpi/no_mpi}.cpp.o >"$work/log" ||
   die "$(cat "$work/log")"

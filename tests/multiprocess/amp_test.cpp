@@ -35,7 +35,7 @@ TEST(Autocast, IsAScope) {
   }
   EXPECT_EQ(type(), at::kFloat);
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
-  EXPECT_THROW(Autocast(at::kDouble), UsageError);
+  EXPECT_THROW(Autocast autocast(at::kDouble), UsageError);
 }
 
 // Casts of weights are kept within a scope; a step between two scopes must be seen.

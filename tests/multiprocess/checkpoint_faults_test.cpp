@@ -3,7 +3,6 @@
 // write(2), fsync(2) and rename(2) of lockstep's own code are these here (--wrap of the linker),
 // and fail when a test says so.
 
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 #include <sys/stat.h>
@@ -17,6 +16,7 @@
 #include <random>
 #include <thread>
 
+#include "base/text.h"
 #include "multiprocess/checkpoint_run.h"
 #include "support/job.h"
 #include "support/run_ranks.h"
@@ -147,7 +147,7 @@ TEST(RandomKill, NeverLosesACheckpoint) {
     EXPECT_GE(loaded.step, last);
     EXPECT_TRUE(tensors[0].tensor.eq(static_cast<double>(loaded.step)).all().item<bool>());
     EXPECT_TRUE(tensors[1].tensor.eq(static_cast<double>(loaded.step)).all().item<bool>());
-    fmt::print("ready from {}\n", loaded.step);
+    text::print("ready from {}\n", loaded.step);
     std::fflush(stdout);
     if (testing::Test::HasFailure()) return;
     try {
@@ -206,7 +206,7 @@ TEST(Preemption, OneRankIsToldAllSaveAndTheJobGoesOn) {
   EXPECT_EQ(count(job.out(), "goes on from step"), 2);
   // Every step once on each rank, over both lives.
   for (int step = 1; step <= 40; ++step) {
-    EXPECT_EQ(count(job.out(), fmt::format("is at step {} ", step)), 2) << step;
+    EXPECT_EQ(count(job.out(), text::format("is at step {} ", step)), 2) << step;
   }
   EXPECT_EQ(count(job.out(), "weights are right"), 2);
 }

@@ -1,7 +1,6 @@
 // Saving and loading: the same bits afterwards, and clear errors.
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 #include <sys/stat.h>
@@ -16,6 +15,7 @@
 #include <fstream>
 #include <set>
 
+#include "base/text.h"
 #include "multiprocess/checkpoint_run.h"
 #include "support/run_ranks.h"
 
@@ -109,7 +109,9 @@ INSTANTIATE_TEST_SUITE_P(All, ExactResume,
 // lost, none twice.
 TEST(Resume, AtAnotherWorldSizeTakesTheSameSteps) {
   const TempFolder folder(kFolder);
-  const auto steps_file = [&](int rank) { return fmt::format("{}/steps-{}", folder.path(), rank); };
+  const auto steps_file = [&](int rank) {
+    return text::format("{}/steps-{}", folder.path(), rank);
+  };
   const auto body = [&](int rank) {
     const World world = World::join();
     Training run(world, "AdamW", 4, 1);
@@ -188,7 +190,7 @@ TEST(Checkpoint, FoldersOfTheirOwn) {
   const TempFolder folder(kFolder);
   const auto body = [&](int rank) {
     const World world = World::join();
-    const std::string mine = fmt::format("{}/{}", folder.path(), rank);
+    const std::string mine = text::format("{}/{}", folder.path(), rank);
     std::vector<at::Tensor> saved;
     {
       Training run(world);

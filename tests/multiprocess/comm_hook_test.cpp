@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <lockstep/comm_hook.h>
 #include <lockstep/ddp.h>
@@ -16,6 +15,7 @@
 #include <iostream>
 #include <limits>
 
+#include "base/text.h"
 #include "multiprocess/checks.h"
 #include "support/run_ranks.h"
 
@@ -48,7 +48,7 @@ GradBucket make_bucket(const World& world, const std::vector<at::Tensor>& like,
   for (const at::Tensor& one : like) {
     bucket.gradients.push_back(
         bucket.flat.as_strided(one.sizes(), one.strides(), bucket.flat.storage_offset() + begin));
-    bucket.names.push_back(fmt::format("p{}", bucket.names.size()));
+    bucket.names.push_back(text::format("p{}", bucket.names.size()));
     begin += (one.numel() + line - 1) / line * line;
   }
   return bucket;

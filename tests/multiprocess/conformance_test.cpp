@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
+#include <iostream>
 #include <map>
 #include <random>
 #include <set>
@@ -549,91 +550,91 @@ const std::vector<Check> kChecks = {
     {"bad_calls", bad_calls_throw_and_leave_the_engine_usable},
 };
 
-struct Case {
-  const EngineRow* row;
-  int size;
-  const Check* check;
-};
-
-std::vector<Case> all_cases() {
-  std::vector<Case> cases;
-  for (const EngineRow& row : kEngines) {
-    for (const int size : row.sizes) {
-      for (const Check& check : kChecks) cases.push_back({&row, size, &check});
-    }
-  }
-  return cases;
-}
-
-// Several hosts, which ranks of this one pretend to be. All checks share the ranks of a test,
-// because starting them takes longer.
-struct LayoutCase {
+// The ranks of one engine and size, or of several hosts that ranks of this one pretend to be: a
+// letter for each rank names its host. They run all checks, because starting them takes longer.
+struct Ranks {
   const EngineRow* row;
   std::string layout;
+
+  std::string name() const {
+    const bool is_one_host = layout.find_first_not_of('a') == std::string::npos;
+    std::string text = row->name + "_" + (is_one_host ? std::to_string(layout.size()) : layout);
+    std::ranges::replace(text, ':', '_');
+    return text;
+  }
 };
 
-std::vector<LayoutCase> all_layouts() {
-  std::vector<LayoutCase> cases;
-  for (const EngineRow& row : kEngines) {
-    for (const std::string& layout : row.layouts) cases.push_back({&row, layout});
+// On a rank: runs the checks, and says of each that it holds. What comes after one that fails is
+// not run: ranks may be at different places.
+void run_checks(const Ranks& ranks, int rank) {
+  const auto host = ranks.layout.substr(static_cast<std::size_t>(rank), 1);
+  // Here, because mpirun gives all ranks the same variables.
+  if (!ranks.row->layouts.empty()) ::setenv("LOCKSTEP_HOST_ID", host.c_str(), 1);
+  const World world = World::join({.engine = ranks.row->name, .timeout = std::chrono::seconds(60)});
+  for (const Check& check : kChecks) {
+    SCOPED_TRACE(check.name);
+    check.run({world, *ranks.row, check.name, *world.backend(), rank, world.size()});
+    // Nobody goes on while another is still at it. Not barrier(): Gloo's throws once more what
+    // an operation before it has thrown, if its thread has not yet let go of that one.
+    world.all_reduce(at::zeros({1}));
+    ASSERT_FALSE(testing::Test::HasFailure());
+    std::cout << "holds: " << check.name << std::endl;
   }
-  return cases;
 }
 
-class LayoutConformance : public testing::TestWithParam<LayoutCase> {};
-
-INSTANTIATE_TEST_SUITE_P(Engines, LayoutConformance, testing::ValuesIn(all_layouts()),
-                         [](const testing::TestParamInfo<LayoutCase>& test) {
-                           std::string name = test.param.row->name + "_" + test.param.layout;
-                           std::ranges::replace(name, ':', '_');
-                           return name;
-                         });
-
-TEST_P(LayoutConformance, Holds) {
-  const LayoutCase& param = GetParam();
-  const auto size = static_cast<int>(param.layout.size());
-  const bool is_mpi = param.row->name.ends_with("mpi");
-  EXPECT_TRUE(test::all_passed(test::run_ranks(
-      size,
-      [&](int rank) {
-        const auto host = param.layout.substr(static_cast<std::size_t>(rank), 1);
-        ::setenv("LOCKSTEP_HOST_ID", host.c_str(), 1);  // mpirun gives all ranks the same
-        const World world =
-            World::join({.engine = param.row->name, .timeout = std::chrono::seconds(60)});
-        for (const Check& check : kChecks) {
-          SCOPED_TRACE(check.name);
-          check.run({world, *param.row, check.name, *world.backend(), rank, size});
-          ASSERT_FALSE(testing::Test::HasFailure());
-        }
-        world.barrier();
-      },
-      is_mpi ? test::mpirun(size) : test::RankOptions{})));
+test::RankResults run(const Ranks& ranks) {
+  const auto size = static_cast<int>(ranks.layout.size());
+  const bool is_mpi = ranks.row->name.ends_with("mpi");
+  return test::run_ranks(
+      size, [&](int rank) { run_checks(ranks, rank); },
+      is_mpi ? test::mpirun(size) : test::RankOptions{});
 }
 
-class Conformance : public testing::TestWithParam<Case> {};
+// One test for each check, all of them from one run of the ranks.
+class Conformance : public testing::Test {
+ public:
+  Conformance(const Ranks& ranks, const Check& check) : ranks_(ranks), check_(check) {}
 
-INSTANTIATE_TEST_SUITE_P(Engines, Conformance, testing::ValuesIn(all_cases()),
-                         [](const testing::TestParamInfo<Case>& test) {
-                           return test.param.row->name + "_" + std::to_string(test.param.size) +
-                                  "_" + test.param.check->name;
-                         });
+  void TestBody() override {
+    static std::map<std::string, test::RankResults> runs;
+    const auto [found, is_new] = runs.try_emplace(ranks_.name());
+    if (is_new) found->second = run(ranks_);
+    const std::string line = std::string("holds: ") + check_.name + "\n";
+    // mpirun is one process for all ranks.
+    const auto num_ranks = static_cast<std::ptrdiff_t>(ranks_.layout.size());
+    std::ptrdiff_t num_holds = 0;
+    for (const test::RankResult& result : found->second) {
+      for (std::size_t at = 0; (at = result.output.find(line, at)) != std::string::npos; ++at) {
+        ++num_holds;
+      }
+    }
+    EXPECT_EQ(num_holds, num_ranks) << test::show(found->second);
+    if (&check_ == &kChecks.back()) {
+      EXPECT_TRUE(test::all_passed(found->second));
+    }
+  }
 
-TEST_P(Conformance, Holds) {
-  const Case& param = GetParam();
-  const auto options = param.row->name == "mpi" ? test::mpirun(param.size) : test::RankOptions{};
-  EXPECT_TRUE(test::all_passed(test::run_ranks(
-      param.size,
-      [&](int rank) {
-        const World world =
-            World::join({.engine = param.row->name, .timeout = std::chrono::seconds(60)});
-        param.check->run(
-            {world, *param.row, param.check->name, *world.backend(), rank, param.size});
-        // Nobody leaves while another is still at it. Not barrier(): Gloo's throws once more what
-        // an operation before it has thrown, if its thread has not yet let go of that one.
-        world.all_reduce(at::zeros({1}));
-      },
-      options)));
-}
+ private:
+  const Ranks ranks_;
+  const Check& check_;
+};
+
+// Conformance_shm_2.all_reduce, and so on.
+const bool is_registered = [] {
+  for (const EngineRow& row : kEngines) {
+    std::vector<std::string> layouts = row.layouts;
+    for (const int size : row.sizes) layouts.emplace_back(static_cast<std::size_t>(size), 'a');
+    for (const std::string& layout : layouts) {
+      const Ranks ranks{&row, layout};
+      for (const Check& check : kChecks) {
+        testing::RegisterTest(("Conformance_" + ranks.name()).c_str(), check.name.c_str(), nullptr,
+                              nullptr, __FILE__, __LINE__,
+                              [=, &check] { return new Conformance(ranks, check); });
+      }
+    }
+  }
+  return true;
+}();
 
 // Every engine of this build has a row here: a new one cannot escape.
 TEST(ConformanceTable, HasEveryEngine) {

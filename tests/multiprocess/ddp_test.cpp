@@ -1,7 +1,5 @@
 // DistributedDataParallel: the contract, over engines, sizes, buckets, and shapes of graphs.
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/lockstep.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -10,6 +8,7 @@
 #include <cstdlib>
 #include <numeric>
 
+#include "base/text.h"
 #include "multiprocess/checks.h"
 #include "multiprocess/ddp_model.h"
 #include "support/net_hosts.h"
@@ -683,7 +682,7 @@ INSTANTIATE_TEST_SUITE_P(Hosts, DdpOnHosts,
                          testing::Values(std::vector{1, 1}, std::vector{2, 2}, std::vector{1, 3},
                                          std::vector{2, 1, 1}, std::vector{1, 1, 1, 1}),
                          [](const auto& one) {
-                           return fmt::format("{}", fmt::join(one.param, "_"));
+                           return text::format("{}", text::join(one.param, "_"));
                          });
 
 TEST_P(DdpOnHosts, KeepsTheContract) {

@@ -60,8 +60,8 @@ TEST(Hierarchical, ConnectsRanksOfOneHostToo) {
 }
 
 // The shared-memory engine over all ranks, whatever host they pretend to be on.
-void all_reduce_flat(const World& world, at::Tensor& tensor, shm::DataType type,
-                     shm::Reduction reduction) {
+void all_reduce_flat(const World& world, at::Tensor& tensor, collective::DataType type,
+                     collective::Reduction reduction) {
   int round = 0;
   shm::Group group({.rank = world.rank(), .size = world.size()}, [&](const std::string& mine) {
     const std::string prefix =
@@ -74,8 +74,8 @@ void all_reduce_flat(const World& world, at::Tensor& tensor, shm::DataType type,
     }
     return all;
   });
-  shm::Operation operation;
-  operation.kind = shm::Kind::kAllReduce;
+  collective::Operation operation;
+  operation.kind = collective::Kind::kAllReduce;
   operation.type = type;
   operation.reduction = reduction;
   operation.count = static_cast<std::size_t>(tensor.numel());
@@ -90,17 +90,23 @@ TEST(Hierarchical, EqualsFlatToTheBitOnEqualHosts) {
         const World world = World::join({.engine = "hierarchical"});
         struct Row {
           at::ScalarType type;
-          shm::DataType raw_type;
+          collective::DataType raw_type;
           ReduceOp::RedOpType op;
-          shm::Reduction reduction;
+          collective::Reduction reduction;
         };
         for (const Row& row : {
-                 Row{at::kFloat, shm::DataType::kF32, ReduceOp::SUM, shm::Reduction::kSum},
-                 Row{at::kFloat, shm::DataType::kF32, ReduceOp::AVG, shm::Reduction::kAverage},
-                 Row{at::kFloat, shm::DataType::kF32, ReduceOp::PRODUCT, shm::Reduction::kProduct},
-                 Row{at::kDouble, shm::DataType::kF64, ReduceOp::AVG, shm::Reduction::kAverage},
-                 Row{at::kInt, shm::DataType::kI32, ReduceOp::SUM, shm::Reduction::kSum},
-                 Row{at::kLong, shm::DataType::kI64, ReduceOp::MAX, shm::Reduction::kMax},
+                 Row{at::kFloat, collective::DataType::kF32, ReduceOp::SUM,
+                     collective::Reduction::kSum},
+                 Row{at::kFloat, collective::DataType::kF32, ReduceOp::AVG,
+                     collective::Reduction::kAverage},
+                 Row{at::kFloat, collective::DataType::kF32, ReduceOp::PRODUCT,
+                     collective::Reduction::kProduct},
+                 Row{at::kDouble, collective::DataType::kF64, ReduceOp::AVG,
+                     collective::Reduction::kAverage},
+                 Row{at::kInt, collective::DataType::kI32, ReduceOp::SUM,
+                     collective::Reduction::kSum},
+                 Row{at::kLong, collective::DataType::kI64, ReduceOp::MAX,
+                     collective::Reduction::kMax},
              }) {
           for (const std::int64_t count : {1, 1001, 70001, 1500001}) {
             at::Tensor flat = values(rank, count, row.type);

@@ -1,7 +1,6 @@
 // Several hosts with `lockstep run` on each: network namespaces, whose cables can be pulled.
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
@@ -13,6 +12,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/text.h"
 #include "support/net_hosts.h"
 #include "support/run_ranks.h"
 
@@ -174,7 +174,7 @@ TEST_P(HostInTrouble, IsNamedByEveryRankElsewhere) {
     for (int host = 0; host < num_hosts; ++host) {
       const int last = first + trouble.ranks[static_cast<std::size_t>(host)];
       for (int rank = first; rank < last && host != trouble.victim; ++rank) {
-        ranks.wait_for_output(host, fmt::format("rank {} heard: ", rank));
+        ranks.wait_for_output(host, text::format("rank {} heard: ", rank));
       }
       first = last;
     }

@@ -1,7 +1,6 @@
 // Joining a world: by every kind of store, again, and with everything that can be wrong.
 
 #include <arpa/inet.h>
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 #include <sys/socket.h>
@@ -12,6 +11,7 @@
 #include <iostream>
 
 #include "base/posix.h"
+#include "base/text.h"
 #include "support/run_ranks.h"
 
 namespace lockstep {
@@ -122,7 +122,7 @@ TEST(Join, AgainOverTcp) {
       under_torchrun())));
 }
 
-std::size_t num_meeting_files() {
+std::size_t num_store_files() {
   std::size_t count = 0;
   for (const auto& entry : std::filesystem::directory_iterator(testing::TempDir())) {
     if (entry.path().filename().string().starts_with("lockstep-")) ++count;
@@ -131,15 +131,15 @@ std::size_t num_meeting_files() {
 }
 
 TEST(Join, UnderMpisVariablesOnOneHostLeavesNoFile) {
-  const std::size_t before = num_meeting_files();
+  const std::size_t before = num_store_files();
   const auto results = run_ranks(
       2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); }, under_pmi());
   EXPECT_TRUE(all_passed(results));
-  EXPECT_EQ(num_meeting_files(), before);
+  EXPECT_EQ(num_store_files(), before);
 }
 
 TEST(Join, AFailedJoinUnderMpiCanBeTriedAgain) {
-  const std::size_t before = num_meeting_files();
+  const std::size_t before = num_store_files();
   const auto results = run_ranks(
       2,
       [](int rank) {
@@ -151,7 +151,7 @@ TEST(Join, AFailedJoinUnderMpiCanBeTriedAgain) {
       },
       under_pmi());
   EXPECT_TRUE(all_passed(results));
-  EXPECT_EQ(num_meeting_files(), before);
+  EXPECT_EQ(num_store_files(), before);
 }
 
 TEST(Join, ABadLogLevelStopsEveryRankBeforeItJoins) {
@@ -325,6 +325,7 @@ TEST(Join, APortInUse) {
                 },
                 {.deadline = kBound,
                  .has_place = false,
+                 .must_exec = true,  // a forked rank would have the socket itself
                  .variables = {{"RANK", "0"},
                                {"WORLD_SIZE", "2"},
                                {"MASTER_ADDR", "127.0.0.1"},

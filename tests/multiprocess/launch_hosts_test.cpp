@@ -2,7 +2,6 @@
 // each other but the address and the secret. And strangers at the port.
 
 #include <arpa/inet.h>
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -16,6 +15,7 @@
 
 #include "base/posix.h"
 #include "base/socket.h"
+#include "base/text.h"
 #include "support/job.h"
 
 namespace lockstep::test {
@@ -54,7 +54,7 @@ std::unique_ptr<Job> start_host(int host_rank, const HostArguments& its) {
                                         "--host-rank",
                                         std::to_string(host_rank),
                                         "--master",
-                                        fmt::format("127.0.0.1:{}", its.port)};
+                                        text::format("127.0.0.1:{}", its.port)};
   arguments.insert(arguments.end(), its.more.begin(), its.more.end());
   arguments.insert(arguments.end(), {"--", "ACTOR"});
   arguments.insert(arguments.end(), its.script.begin(), its.script.end());
@@ -106,7 +106,7 @@ TEST(Hosts, RanksAreNumberedOverAllHosts) {
   for (const std::string& line :
        {std::string("[2] RANK=2\n"), std::string("[2] LOCAL_RANK=0\n"),
         std::string("[2] GROUP_RANK=1\n"), std::string("[2] MASTER_ADDR=127.0.0.1\n"),
-        fmt::format("[2] MASTER_PORT={}\n", port + 1), std::string("[2] LOCKSTEP_SECRET=\n")}) {
+        text::format("[2] MASTER_PORT={}\n", port + 1), std::string("[2] LOCKSTEP_SECRET=\n")}) {
     EXPECT_TRUE(has(second->out(), line)) << second->out();
   }
   EXPECT_EQ(first->err() + second->err(), "");
@@ -133,7 +133,7 @@ TEST(Hosts, ALauncherThatIsKilledStopsAll) {
       for (const auto& job : jobs) job->wait_for_output("ready", 2);
       if (is_whole) {
         for (const pid_t one : jobs[victim]->processes()) {
-          if (read_small_file(fmt::format("/proc/{}/comm", one)) == "lockstep\n") {
+          if (read_small_file(text::format("/proc/{}/comm", one)) == "lockstep\n") {
             ::kill(one, SIGKILL);
           }
         }
@@ -142,7 +142,7 @@ TEST(Hosts, ALauncherThatIsKilledStopsAll) {
       }
       Job& other = *jobs[1 - victim];
       EXPECT_NE(other.wait().code, 0);
-      const std::string expected = !is_whole     ? fmt::format("the launcher of host {} (", victim)
+      const std::string expected = !is_whole     ? text::format("the launcher of host {} (", victim)
                                    : victim == 0 ? "this launcher lost host 0"
                                                  : "the launcher of host 1 (";
       EXPECT_TRUE(has(other.err(), expected)) << other.err();
@@ -219,7 +219,7 @@ TEST(Hosts, AHostThatDoesNotComeIsNamed) {
 }
 
 TEST(Hosts, TheSecretIsNeededAndItsFileIsPrivate) {
-  const std::string file = testing::TempDir() + fmt::format("secret-{}", ::getpid());
+  const std::string file = testing::TempDir() + text::format("secret-{}", ::getpid());
   std::ofstream(file) << kSecret << "\n";
   ::chmod(file.c_str(), 0644);
   const auto refusal = [&](const HostArguments& its) {
@@ -296,14 +296,14 @@ TEST(Hosts, StrangersAtThePortDisturbNothing) {
 // proof.
 TEST(Hosts, AnImpostorWithACertificateIsRefused) {
   const int port = some_port();
-  const std::string folder = testing::TempDir() + fmt::format("impostor-{}", ::getpid());
+  const std::string folder = testing::TempDir() + text::format("impostor-{}", ::getpid());
   // It ends when its input does, so that is kept open.
   Job impostor({"run", "-n", "1", "--", "bash", "-c",
-                fmt::format("mkdir -p {0} && cd {0} && openssl req -x509 -newkey ec -pkeyopt "
-                            "ec_paramgen_curve:P-256 -nodes -keyout key -out cert -days 1 -subj "
-                            "/CN=127.0.0.1 2>/dev/null && sleep 600 | openssl s_server -tls1_3 "
-                            "-accept 127.0.0.1:{1} -key key -cert cert",
-                            folder, port)});
+                text::format("mkdir -p {0} && cd {0} && openssl req -x509 -newkey ec -pkeyopt "
+                             "ec_paramgen_curve:P-256 -nodes -keyout key -out cert -days 1 -subj "
+                             "/CN=127.0.0.1 2>/dev/null && sleep 600 | openssl s_server -tls1_3 "
+                             "-accept 127.0.0.1:{1} -key key -cert cert",
+                             folder, port)});
   impostor.wait_for_output("ACCEPT");
   auto second = start_host(1, {.port = port, .script = {"print started"}});
   EXPECT_EQ(second->wait().code, 1);
@@ -334,7 +334,7 @@ TEST(Hosts, APortThatIsTakenIsAnError) {
   const Fd taken = listen_at("127.0.0.1", port);
   auto first = start_host(0, {.port = port});
   EXPECT_EQ(first->wait().code, 1);
-  EXPECT_TRUE(has(first->err(), fmt::format("cannot listen at 127.0.0.1:{}", port)))
+  EXPECT_TRUE(has(first->err(), text::format("cannot listen at 127.0.0.1:{}", port)))
       << first->err();
 }
 

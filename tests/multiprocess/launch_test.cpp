@@ -2,7 +2,6 @@
 // end.
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include <thread>
 
 #include "base/posix.h"
+#include "base/text.h"
 #include "launch/cores.h"
 #include "support/job.h"
 #include "support/run_ranks.h"
@@ -101,12 +101,12 @@ TEST(Launch, RanksKnowTheirPlace) {
   EXPECT_EQ(result.err, "");
   for (int rank = 0; rank < 3; ++rank) {
     for (const std::string& expected :
-         {fmt::format("[{}] RANK={}\n", rank, rank), fmt::format("[{}] WORLD_SIZE=3\n", rank),
-          fmt::format("[{}] LOCAL_RANK={}\n", rank, rank),
-          fmt::format("[{}] LOCAL_WORLD_SIZE=3\n", rank),
-          fmt::format("[{}] MASTER_ADDR=127.0.0.1\n", rank),
-          fmt::format("[{}] GROUP_RANK=0\n", rank),
-          fmt::format("[{}] TORCHELASTIC_RESTART_COUNT=0\n", rank)}) {
+         {text::format("[{}] RANK={}\n", rank, rank), text::format("[{}] WORLD_SIZE=3\n", rank),
+          text::format("[{}] LOCAL_RANK={}\n", rank, rank),
+          text::format("[{}] LOCAL_WORLD_SIZE=3\n", rank),
+          text::format("[{}] MASTER_ADDR=127.0.0.1\n", rank),
+          text::format("[{}] GROUP_RANK=0\n", rank),
+          text::format("[{}] TORCHELASTIC_RESTART_COUNT=0\n", rank)}) {
       EXPECT_TRUE(has(result.out, expected)) << expected << result.out;
     }
   }
@@ -126,10 +126,10 @@ TEST(Launch, RanksGetTheirShareOfCores) {
         for (const Cpu& cpu : machine.cpus) {
           if (share.cpus.empty()) cpus.push_back(cpu.id);
         }
-        EXPECT_TRUE(has(result.out, fmt::format("[{}] cpus {} first {}\n", rank, cpus.size(),
-                                                *std::ranges::min_element(cpus))))
+        EXPECT_TRUE(has(result.out, text::format("[{}] cpus {} first {}\n", rank, cpus.size(),
+                                                 *std::ranges::min_element(cpus))))
             << result.out;
-        EXPECT_TRUE(has(result.out, fmt::format("[{}] OMP_NUM_THREADS={}\n", rank, share.threads)))
+        EXPECT_TRUE(has(result.out, text::format("[{}] OMP_NUM_THREADS={}\n", rank, share.threads)))
             << result.out;
       }
     }
@@ -148,8 +148,8 @@ TEST(Launch, RanksInheritNothingElse) {
   }
   const JobResult result = run_job({"run", "-n", "2", "--", "ACTOR", "fds", "blocked"});
   EXPECT_EQ(sorted_lines(result.out),
-            (std::vector<std::string>{"[0] blocked 000", fmt::format("[0] fds {}", expected),
-                                      "[1] blocked 000", fmt::format("[1] fds {}", expected)}));
+            (std::vector<std::string>{"[0] blocked 000", text::format("[0] fds {}", expected),
+                                      "[1] blocked 000", text::format("[1] fds {}", expected)}));
 }
 
 TEST(Launch, OnlyRank0ReadsTheInput) {
@@ -189,14 +189,14 @@ TEST(Launch, LinesAreWholeAndSayWhoseTheyAre) {
 }
 
 TEST(Launch, OnlyOneRankIsShownAndAllAreLogged) {
-  const std::string folder = testing::TempDir() + fmt::format("logs-{}", ::getpid());
+  const std::string folder = testing::TempDir() + text::format("logs-{}", ::getpid());
   const JobResult result = run_job({"run", "-n", "3", "--only-rank", "1", "--log-dir", folder, "--",
                                     "ACTOR", "env RANK", "error said"});
   EXPECT_EQ(result.out, "[1] RANK=1\n");
   EXPECT_EQ(result.err, "[1] said\n");
   for (int rank = 0; rank < 3; ++rank) {
-    EXPECT_EQ(sorted_lines(read_small_file(fmt::format("{}/rank-{}.log", folder, rank))),
-              (std::vector<std::string>{fmt::format("RANK={}", rank), "said"}));
+    EXPECT_EQ(sorted_lines(read_small_file(text::format("{}/rank-{}.log", folder, rank))),
+              (std::vector<std::string>{text::format("RANK={}", rank), "said"}));
   }
   std::filesystem::remove_all(folder);
 }
@@ -319,7 +319,7 @@ TEST(Launch, ASignalToAllProcessesCountsOnce) {
   Job job({"run", "-n", "2", "--", "ACTOR", "catch 15 0", "print ready", "sleep 600"});
   job.wait_for_output("ready", 2);
   for (const pid_t one : job.processes()) {
-    if (read_small_file(fmt::format("/proc/{}/comm", one)) == "lockstep\n") ::kill(one, SIGTERM);
+    if (read_small_file(text::format("/proc/{}/comm", one)) == "lockstep\n") ::kill(one, SIGTERM);
   }
   EXPECT_EQ(job.wait().code, 0) << job.err();
 }
@@ -327,15 +327,15 @@ TEST(Launch, ASignalToAllProcessesCountsOnce) {
 // As in "lockstep run ... &" of a script.
 TEST(Launch, IgnoredSignalsDoNotKeepRanksAlive) {
   Job job({"run", "-n", "1", "--", "bash", "-c",
-           fmt::format("trap '' QUIT INT; {} run -n 2 -- {} 'print ready' 'sleep 600' & "
-                       "sleep 1; kill -9 $!; sleep 600",
-                       LOCKSTEP_PROGRAM, LOCKSTEP_ACTOR)});
+           text::format("trap '' QUIT INT; {} run -n 2 -- {} 'print ready' 'sleep 600' & "
+                        "sleep 1; kill -9 $!; sleep 600",
+                        LOCKSTEP_PROGRAM, LOCKSTEP_ACTOR)});
   job.wait_for_output("ready", 2);
   const auto gone = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   const auto count = [&] {
     int actors = 0;
     for (const pid_t one : job.processes()) {
-      actors += read_small_file(fmt::format("/proc/{}/comm", one)).starts_with("lockstep_test_a");
+      actors += read_small_file(text::format("/proc/{}/comm", one)).starts_with("lockstep_test_a");
     }
     return actors;
   };
@@ -348,8 +348,8 @@ TEST(Launch, IgnoredSignalsDoNotKeepRanksAlive) {
 TEST(Launch, ClosedStreamsHurtNobody) {
   Job job(
       {"run", "-n", "1", "--", "bash", "-c",
-       fmt::format("{} run -n 2 -- {} 'print one' 'error two' 'exit 3' <&- >&- 2>&-; echo code $?",
-                   LOCKSTEP_PROGRAM, LOCKSTEP_ACTOR)});
+       text::format("{} run -n 2 -- {} 'print one' 'error two' 'exit 3' <&- >&- 2>&-; echo code $?",
+                    LOCKSTEP_PROGRAM, LOCKSTEP_ACTOR)});
   EXPECT_EQ(job.wait().code, 0) << job.err();
   EXPECT_TRUE(has(job.out(), "code 3")) << job.out();
 }
@@ -367,7 +367,7 @@ TEST(Launch, JobsRunSideBySide) {
   std::vector<std::unique_ptr<Job>> jobs;
   for (int i = 0; i < 10; ++i) {
     jobs.push_back(std::make_unique<Job>(std::vector<std::string>{
-        "run", "-n", "2", "--", "ACTOR", "sleep 0.3", fmt::format("exit {}", i)}));
+        "run", "-n", "2", "--", "ACTOR", "sleep 0.3", text::format("exit {}", i)}));
   }
   for (int i = 0; i < 10; ++i) {
     EXPECT_EQ(jobs[static_cast<std::size_t>(i)]->wait().code, i);
@@ -380,8 +380,8 @@ TEST(Launch, MuchOutputIsNeitherLostNorMixed) {
   const long lines = soak(64, 1024) * (1L << 20) / 64;
   JobOptions options;
   options.deadline = std::chrono::minutes(5);
-  Job job({"run", "-n", "2", "--", "ACTOR", fmt::format("@0 lines {} 64", lines),
-           fmt::format("@1 lines {} 64", lines / 16)},
+  Job job({"run", "-n", "2", "--", "ACTOR", text::format("@0 lines {} 64", lines),
+           text::format("@1 lines {} 64", lines / 16)},
           options);
   ASSERT_EQ(job.wait().code, 0) << job.err();
   ASSERT_EQ(job.out().size(), static_cast<std::size_t>((lines + lines / 16) * 68));
@@ -397,8 +397,8 @@ TEST(Launch, MuchOutputIsNeitherLostNorMixed) {
 TEST(Launch, NobodyWaitsForAReaderThatIsGone) {
   // head ends after one line; the ranks go on, and so does the launcher.
   Job job({"run", "-n", "1", "--", "bash", "-c",
-           fmt::format("{} run -n 2 -- {} 'lines 100000 64' 'error done' | head -1",
-                       LOCKSTEP_PROGRAM, LOCKSTEP_ACTOR)});
+           text::format("{} run -n 2 -- {} 'lines 100000 64' 'error done' | head -1",
+                        LOCKSTEP_PROGRAM, LOCKSTEP_ACTOR)});
   EXPECT_EQ(job.wait().code, 0) << job.err();
   EXPECT_TRUE(has(job.err(), "[0] done") && has(job.err(), "[1] done")) << job.err();
 }
@@ -463,15 +463,15 @@ TEST(Launch, WaitingCostsNothing) {
     long ticks = 0;
     long bytes = 0;
     for (const pid_t pid : job.processes()) {
-      if (!has(read_small_file(fmt::format("/proc/{}/cmdline", pid)), "--")) continue;
-      if (!read_small_file(fmt::format("/proc/{}/comm", pid)).starts_with("lockstep")) continue;
-      std::istringstream stat(read_small_file(fmt::format("/proc/{}/stat", pid)));
+      if (!has(read_small_file(text::format("/proc/{}/cmdline", pid)), "--")) continue;
+      if (!read_small_file(text::format("/proc/{}/comm", pid)).starts_with("lockstep")) continue;
+      std::istringstream stat(read_small_file(text::format("/proc/{}/stat", pid)));
       std::string field;
       for (int i = 1; i <= 15; ++i) {
         stat >> field;
         if (i == 14 || i == 15) ticks += std::stol(field);
       }
-      std::istringstream rollup(read_small_file(fmt::format("/proc/{}/smaps_rollup", pid)));
+      std::istringstream rollup(read_small_file(text::format("/proc/{}/smaps_rollup", pid)));
       for (std::string line; std::getline(rollup, line);) {
         if (line.starts_with("Pss:")) bytes += std::stol(line.substr(4)) * 1024;
       }

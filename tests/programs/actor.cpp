@@ -4,7 +4,6 @@
 //
 // "@1 " in front: only rank 1 does it; "@gen0 ": only the first generation does.
 
-#include <fmt/format.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -17,6 +16,8 @@
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "base/text.h"
 
 namespace {
 
@@ -124,7 +125,7 @@ void act(const std::string& what, const std::string& argument) {
     std::string line(width, static_cast<char>('a' + std::atoi(variable("RANK").c_str()) % 26));
     line.back() = '\n';
     for (long i = 0; i < count_of_lines; ++i) {
-      const std::string head = fmt::format("{:010}", i);
+      const std::string head = lockstep::text::format("{:010}", i);
       line.replace(0, head.size(), head);
       std::fwrite(line.data(), 1, line.size(), stdout);
     }

@@ -3,7 +3,6 @@
 //   trainer FOLDER STEPS
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <lockstep/checkpoint.h>
 #include <lockstep/optim.h>
 #include <torch/nn/modules/linear.h>
@@ -13,11 +12,13 @@
 #include <cstdlib>
 #include <thread>
 
+#include "base/text.h"
+
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const lockstep::World world = lockstep::World::join();
   const auto say = [&](const std::string& text) {
-    fmt::print("rank {} {}\n", world.rank(), text);
+    lockstep::text::print("rank {} {}\n", world.rank(), text);
     std::fflush(stdout);
   };
   torch::nn::Linear model(2, 1);
@@ -31,8 +32,8 @@ int main(int argc, char** argv) {
   checkpoints.add(model).add(optimizer).add(ddp);
   checkpoints.on_signal(SIGTERM);
   const lockstep::Loaded loaded = checkpoints.load_latest();
-  if (!loaded.path.empty()) say(fmt::format("goes on from step {}", loaded.step));
-  say(fmt::format("is process {}", ::getpid()));
+  if (!loaded.path.empty()) say(lockstep::text::format("goes on from step {}", loaded.step));
+  say(lockstep::text::format("is process {}", ::getpid()));
   const std::int64_t steps = std::atoll(argv[2]);
   std::int64_t step = loaded.step;
   while (step < steps) {
@@ -40,10 +41,10 @@ int main(int argc, char** argv) {
     model(at::ones({1, 2})).sum().backward();  // every step takes 1 from each weight
     optimizer.step();
     ++step;
-    say(fmt::format("is at step {} ", step));
+    say(lockstep::text::format("is at step {} ", step));
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     if (checkpoints.must_stop()) {
-      say(fmt::format("saves at step {}", step));
+      say(lockstep::text::format("saves at step {}", step));
       checkpoints.save(step);
       return lockstep::kExitPreempted;
     }

@@ -1,7 +1,6 @@
 #include "support/job.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <poll.h>
 #include <pty.h>
 #include <sys/wait.h>
@@ -15,6 +14,7 @@
 #include <thread>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep::test {
 
@@ -55,7 +55,7 @@ struct Job::Impl {
   void check_deadline(const std::string& what) {
     if (Clock::now() < deadline) return;
     throw std::runtime_error(
-        fmt::format("{} before the deadline; it wrote:\n{}\n--\n{}", what, texts[0], texts[1]));
+        text::format("{} before the deadline; it wrote:\n{}\n--\n{}", what, texts[0], texts[1]));
   }
 };
 
@@ -63,7 +63,7 @@ Job::Job(std::vector<std::string> arguments, const JobOptions& options)
     : impl_(std::make_unique<Impl>()) {
   static std::atomic<int> count = 0;
   impl_->deadline = Clock::now() + options.deadline;
-  impl_->mark = fmt::format("LOCKSTEP_TEST_JOB={}-{}", ::getpid(), count++);
+  impl_->mark = text::format("LOCKSTEP_TEST_JOB={}-{}", ::getpid(), count++);
   impl_->folder = fs::temp_directory_path() / ("lockstep-test-" + impl_->mark.substr(18));
   fs::create_directories(impl_->folder);
   Command command;
@@ -130,7 +130,7 @@ void Job::wait_for_output(const std::string& text, int times) {
     }
     if (found >= times) return;
     if (impl_->is_over) impl_->deadline = Clock::now();
-    impl_->check_deadline(fmt::format("'{}' was not written", text));
+    impl_->check_deadline(text::format("'{}' was not written", text));
     impl_->pump();
   }
 }

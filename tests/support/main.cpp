@@ -1,8 +1,17 @@
 // The main of every test binary; it prints nothing of its own, since ranks run it too.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
 
 int main(int argc, char** argv) {
+  // Ranks share the machine's few cores: one thread each. OpenMP reads this when it is loaded, so
+  // the ranks, which are forked from here, have it from the start.
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
+    ::setenv("OMP_NUM_THREADS", "1", 1);
+    ::execv("/proc/self/exe", argv);
+  }
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -1,6 +1,5 @@
 #include "support/net_hosts.h"
 
-#include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -10,6 +9,8 @@
 #include <filesystem>
 #include <sstream>
 #include <stdexcept>
+
+#include "base/text.h"
 
 namespace lockstep::test {
 namespace {
@@ -46,22 +47,22 @@ void remove_old() {
 }  // namespace
 
 NetHosts::NetHosts(int count, const std::string& rate)
-    : count_(count), name_(fmt::format("{}{}", kPrefix, ::getpid())) {
+    : count_(count), name_(text::format("{}{}", kPrefix, ::getpid())) {
   if (is_rank()) return;
   remove_old();
   const std::string net = name_of(-1);
   run("ip netns add " + net);
-  run(fmt::format("ip -n {} link add switch type bridge", net));
-  run(fmt::format("ip -n {} link set switch up", net));
+  run(text::format("ip -n {} link add switch type bridge", net));
+  run(text::format("ip -n {} link set switch up", net));
   for (int host = 0; host < count; ++host) {
     const std::string name = name_of(host);
     run("ip netns add " + name);
-    run(fmt::format("ip -n {} link set lo up", name));
-    run(fmt::format("ip -n {} link add cable type veth peer name port{} netns {}", name, host,
-                    net));
-    run(fmt::format("ip -n {} link set port{} master switch up", net, host));
-    run(fmt::format("ip -n {} addr add {}/24 dev cable", name, address(host)));
-    run(fmt::format("ip -n {} link set cable up", name));
+    run(text::format("ip -n {} link set lo up", name));
+    run(text::format("ip -n {} link add cable type veth peer name port{} netns {}", name, host,
+                     net));
+    run(text::format("ip -n {} link set port{} master switch up", net, host));
+    run(text::format("ip -n {} addr add {}/24 dev cable", name, address(host)));
+    run(text::format("ip -n {} link set cable up", name));
     if (!rate.empty()) set_rate(host, rate);
   }
 }
@@ -78,12 +79,12 @@ NetHosts::~NetHosts() {
 }
 
 std::string NetHosts::name_of(int host) const {
-  return host < 0 ? name_ + "-net" : fmt::format("{}-{}", name_, host);
+  return host < 0 ? name_ + "-net" : text::format("{}-{}", name_, host);
 }
 
-std::string NetHosts::address(int host) const { return fmt::format("10.77.0.{}", host + 1); }
+std::string NetHosts::address(int host) const { return text::format("10.77.0.{}", host + 1); }
 
-std::string NetHosts::host_name(int host) { return fmt::format("testhost{}", host); }
+std::string NetHosts::host_name(int host) { return text::format("testhost{}", host); }
 
 std::vector<std::string> NetHosts::prefix(int host) const {
   return {"ip",
@@ -94,7 +95,7 @@ std::vector<std::string> NetHosts::prefix(int host) const {
           "--uts",
           "sh",
           "-c",
-          fmt::format("echo {} > /proc/sys/kernel/hostname && exec \"$@\"", host_name(host)),
+          text::format("echo {} > /proc/sys/kernel/hostname && exec \"$@\"", host_name(host)),
           "sh"};
 }
 
@@ -102,8 +103,8 @@ std::string NetHosts::why_not() {
   if (is_rank()) return {};
   if (::geteuid() != 0) return "network namespaces need root";
   try {
-    const std::string name = fmt::format("{}{}-try", kPrefix, ::getpid());
-    run(fmt::format("ip netns add {0} && ip netns del {0}", name));
+    const std::string name = text::format("{}{}-try", kPrefix, ::getpid());
+    run(text::format("ip netns add {0} && ip netns del {0}", name));
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -116,18 +117,18 @@ void NetHosts::kill(int host) {
 }
 
 void NetHosts::cut(int host) {
-  run(fmt::format("ip -n {} link set port{} down", name_of(-1), host));
+  run(text::format("ip -n {} link set port{} down", name_of(-1), host));
 }
 
 void NetHosts::set_offload(bool is_on) {
   for (int host = 0; host < count_; ++host) {
-    run(fmt::format("ip -n {} link set cable gso_max_segs {}", name_of(host), is_on ? 65535 : 1));
+    run(text::format("ip -n {} link set cable gso_max_segs {}", name_of(host), is_on ? 65535 : 1));
   }
 }
 
 void NetHosts::set_rate(int host, const std::string& rate) {
-  run(fmt::format("tc -n {} qdisc replace dev cable root tbf rate {} burst 256kb latency 100ms",
-                  name_of(host), rate));
+  run(text::format("tc -n {} qdisc replace dev cable root tbf rate {} burst 256kb latency 100ms",
+                   name_of(host), rate));
 }
 
 std::vector<std::string> NetHosts::launcher(int host, const std::vector<int>& ranks) const {

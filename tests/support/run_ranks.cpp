@@ -1,10 +1,11 @@
 #include "support/run_ranks.h"
 
-#include <fmt/format.h>
 #include <poll.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <stdexcept>
 
 #include "base/posix.h"
+#include "base/text.h"
 #include "launch/rank_command.h"
 
 namespace lockstep::test {
@@ -32,7 +34,7 @@ int rank_from_launcher() {
 
 std::string current_test() {
   const testing::TestInfo* info = testing::UnitTest::GetInstance()->current_test_info();
-  return fmt::format("{}.{}", info->test_suite_name(), info->name());
+  return text::format("{}.{}", info->test_suite_name(), info->name());
 }
 
 // In a rank: runs the body instead of returning to the test.
@@ -47,6 +49,34 @@ std::string current_test() {
   }
   std::cout.flush();
   std::exit(code);
+}
+
+// Libraries read these when they are loaded.
+bool needs_exec(const Command& command) {
+  return std::ranges::any_of(command.variables, [](const auto& one) {
+    return one.first.starts_with("LD_") || one.first.starts_with("MKL_") ||
+           (one.first == "OMP_NUM_THREADS" && one.second != "1");
+  });
+}
+
+// A rank that is this process once more.
+pid_t fork_rank(const Command& command, int rank, const RankBody& body) {
+  std::cout.flush();
+  const pid_t parent = ::getpid();
+  const pid_t child = ::fork();
+  if (child < 0) throw_errno("cannot fork", "Allow more processes (ulimit -u).");
+  if (child > 0) {
+    ::setpgid(child, child);
+    return child;
+  }
+  ::setpgid(0, 0);
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);
+  ::dup2(command.stdout_fd, STDOUT_FILENO);
+  ::dup2(command.stderr_fd, STDERR_FILENO);
+  for (const std::string& name : command.removed_variables) ::unsetenv(name.c_str());
+  for (const auto& [name, value] : command.variables) ::setenv(name.c_str(), value.c_str(), 1);
+  be_rank(rank, body);
 }
 
 struct Child {
@@ -138,7 +168,8 @@ Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
     }
     command.stdout_fd = command.stderr_fd = pipe.write_end.get();
     Child child;
-    child.pid = spawn(command);
+    const bool must_exec = is_launched || options.must_exec || needs_exec(command);
+    child.pid = must_exec ? spawn(command) : fork_rank(command, rank, body);
     child.output = std::move(pipe.read_end);
     impl_->children.push_back(std::move(child));
   }
@@ -160,7 +191,7 @@ void Ranks::wait_for_output(int rank, const std::string& text) {
   while (child.result.output.find(text) == std::string::npos) {
     if (child.has_ended || Clock::now() >= impl_->deadline) {
       throw std::runtime_error(
-          fmt::format("rank {} never wrote '{}' but:\n{}", rank, text, child.result.output));
+          text::format("rank {} never wrote '{}' but:\n{}", rank, text, child.result.output));
     }
     impl_->pump();
   }
@@ -205,8 +236,8 @@ std::string show(const RankResults& results) {
   std::string text;
   for (std::size_t rank = 0; rank < results.size(); ++rank) {
     const RankResult& result = results[rank];
-    text += fmt::format("--- rank {} {}{} after {:.2f} s\n{}\n", rank, result.status.text(),
-                        result.was_late ? " at the deadline" : "", result.seconds, result.output);
+    text += text::format("--- rank {} {}{} after {:.2f} s\n{}\n", rank, result.status.text(),
+                         result.was_late ? " at the deadline" : "", result.seconds, result.output);
   }
   return text;
 }

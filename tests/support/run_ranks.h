@@ -1,8 +1,11 @@
 // run_ranks: runs a piece of a test on several ranks, each a process of its own.
 //
-// The ranks are copies of the test binary (fork + exec) that run the same test up to this call and
-// then `body` instead of it; so `body` may use whatever the test made before. A test makes one such
-// call. Expectations inside `body` fail the rank, and with it the test that looks at the result:
+// The ranks are forked from the test, so that each need not load LibTorch, and run `body`, which
+// may use whatever the test made before. Where variables matter that a library reads when it is
+// loaded, and where a launcher starts the ranks, they are started by exec: copies of the test
+// binary that run the same test up to this call, and then `body` instead of it. A test makes one
+// such call. Expectations inside `body` fail the rank, and with it the test that looks at the
+// result:
 //
 //   TEST(AllReduce, Sums) {
 //     EXPECT_TRUE(all_passed(run_ranks(3, [](int rank) { ... EXPECT_EQ(...); })));
@@ -36,6 +39,7 @@ using RankResults = std::vector<RankResult>;
 struct RankOptions {
   std::chrono::milliseconds deadline = std::chrono::seconds(60);
   bool has_place = true;                              // false: no variables are set for the ranks
+  bool must_exec = false;                             // as a launcher does
   std::map<std::string, std::string> variables = {};  // set on top, for all ranks
   std::function<std::map<std::string, std::string>(int rank)> rank_variables = {};
   // Commands that start the ranks themselves; the results are those of the commands.

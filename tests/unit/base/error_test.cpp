@@ -1,4 +1,3 @@
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <lockstep/error.h>
 #include <unistd.h>
@@ -6,6 +5,7 @@
 #include <cerrno>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -14,9 +14,9 @@ TEST(Error, SaysWhereThenWhatThenWhatToDo) {
   const TimeoutError error({.rank = 3, .peer = 1, .step = 418, .operation = "backward"},
                            "all_reduce waited 30.0 s for rank 1.\nSee dmesg.");
   EXPECT_EQ(std::string(error.what()),
-            fmt::format("lockstep error on rank 3 (host {}, pid {}), step 418, backward:\n"
-                        "  all_reduce waited 30.0 s for rank 1.\n  See dmesg.",
-                        host_name(), ::getpid()));
+            text::format("lockstep error on rank 3 (host {}, pid {}), step 418, backward:\n"
+                         "  all_reduce waited 30.0 s for rank 1.\n  See dmesg.",
+                         host_name(), ::getpid()));
   EXPECT_EQ(error.rank(), 3);
   EXPECT_EQ(error.peer(), 1);
   EXPECT_EQ(error.step(), 418);
@@ -26,7 +26,7 @@ TEST(Error, SaysWhereThenWhatThenWhatToDo) {
 TEST(Error, LeavesOutWhatIsNotKnown) {
   const UsageError error({}, "No.");
   EXPECT_EQ(std::string(error.what()),
-            fmt::format("lockstep error (host {}, pid {}):\n  No.", host_name(), ::getpid()));
+            text::format("lockstep error (host {}, pid {}):\n  No.", host_name(), ::getpid()));
 }
 
 TEST(Error, KindDecidesTheClass) {

@@ -64,7 +64,7 @@ TEST(Log, LinesOfManyThreadsStayWhole) {
   int count = 0;
   for (std::string line; std::getline(lines, line); ++count) {
     const char letter = line.back();
-    EXPECT_EQ(line, fmt::format("lockstep[{}]: {}", letter - 'a', std::string(100, letter)));
+    EXPECT_EQ(line, text::format("lockstep[{}]: {}", letter - 'a', std::string(100, letter)));
   }
   EXPECT_EQ(count, kThreads * kLines);
 }

@@ -15,6 +15,9 @@
 namespace lockstep::shm {
 namespace {
 
+using collective::best_simd;
+using collective::Parts;
+using collective::Request;
 using std::chrono::milliseconds;
 
 std::byte* bytes_of(void* memory) { return static_cast<std::byte*>(memory); }
@@ -158,7 +161,7 @@ TEST_P(GroupSizes, BarriersHoldEverybody) {
   run_threads(GetParam(), [&](Group& group) {
     for (int i = 0; i < 300; ++i) {
       ++arrived;
-      run(group, {});
+      run(group, Operation{});
       EXPECT_GE(arrived.load(), (i + 1) * group.size());
     }
   });
@@ -267,7 +270,7 @@ TEST(Group, DifferentCallsAreAnErrorOnAllRanks) {
           std::string::npos)
           << error.what();
     }
-    EXPECT_THROW(group.start({}), MismatchError) << "a group that has failed stays failed";
+    EXPECT_THROW(group.start(Operation{}), MismatchError) << "a group that has failed stays failed";
   });
   EXPECT_EQ(num_errors, 3);
 }
@@ -279,7 +282,7 @@ TEST(Group, ARankThatStaysAwayIsATimeoutThatNamesIt) {
       return;
     }
     try {
-      group.wait(*group.start({}), milliseconds(300));
+      group.wait(*group.start(Operation{}), milliseconds(300));
       ADD_FAILURE();
     } catch (const TimeoutError& error) {
       EXPECT_NE(error.message().find("barrier waited 0.3 s for rank 1"), std::string::npos)
@@ -289,9 +292,9 @@ TEST(Group, ARankThatStaysAwayIsATimeoutThatNamesIt) {
 }
 
 // As in a world of which these ranks are only a part.
-TEST(Group, AnErrorFromElsewhereReachesAllRanksByTheirNames) {
+TEST(Group, AnErrorFromElsewhereReachesAllRanksWithGlobalRanks) {
   GroupOptions options;
-  options.names = {5, 7, 8};
+  options.global_ranks = {5, 7, 8};
   run_threads(
       3,
       [](Group& group) {
@@ -302,12 +305,12 @@ TEST(Group, AnErrorFromElsewhereReachesAllRanksByTheirNames) {
         };
         if (group.rank() == 1) {
           group.give_up(std::make_exception_ptr(PeerLostError({.peer = 3}, "lost rank 3")));
-          EXPECT_THROW(group.look_around("barrier"), PeerLostError);
+          EXPECT_THROW(group.check_peers({"barrier", "barrier"}), PeerLostError);
           return;
         }
         try {
-          if (group.rank() == 0) run(group, {});
-          while (group.rank() == 2) group.look_around("barrier");
+          if (group.rank() == 0) run(group, Operation{});
+          while (group.rank() == 2) group.check_peers({"barrier", "barrier"});
           ADD_FAILURE();
         } catch (const Error& error) {
           EXPECT_EQ(error.rank(), group.rank() == 0 ? 5 : 8);
@@ -325,7 +328,7 @@ TEST(Group, WrongArgumentsAreRefusedBeforeAnythingIsSent) {
     operation.reduction = Reduction::kSum;
     operation.root = 2;
     EXPECT_THROW(group.start(operation), UsageError);
-    run(group, {});
+    run(group, Operation{});
   });
 }
 

@@ -1,0 +1,62 @@
+#include "collective/operation.h"
+
+#include <lockstep/error.h>
+
+#include "base/text.h"
+#include "collective/reduce.h"
+#include "collective/request.h"
+
+namespace lockstep::collective {
+
+const char* name_of(Kind kind) {
+  static constexpr const char* kNames[] = {"barrier",   "all_reduce",     "reduce",
+                                           "broadcast", "all_gather",     "gather",
+                                           "scatter",   "reduce_scatter", "all_to_all"};
+  const auto index = static_cast<std::size_t>(kind);
+  return index < sizeof kNames / sizeof *kNames ? kNames[index] : "unknown operation";
+}
+
+Activity Operation::activity() const {
+  if (part_of != nullptr) return part_of->activity();
+  Activity result{name_of(kind), name_of(kind)};
+  if (kind == Kind::kBarrier) return result;
+  result.text += text::format(" of {}[{}], {} bytes", name_of(type), count, count * size_of(type));
+  if (reduction != Reduction::kNone && reduction != Reduction::kSum) {
+    result.text += text::format(", {}", name_of(reduction));
+  }
+  if (root != 0) result.text += text::format(", root {}", root);
+  return result;
+}
+
+Activity Message::activity(int peer_rank) const {
+  return {name(),
+          text::format("{} of {} bytes {} {} with tag {}", name(), bytes, is_send ? "to" : "from",
+                       peer == kAnyRank ? "any rank" : text::format("rank {}", peer_rank), tag)};
+}
+
+void check(const Operation& operation, int rank, int size) {
+  const auto refuse = [&](const std::string& message) {
+    throw UsageError({.rank = rank, .operation = name_of(operation.kind)}, message);
+  };
+  if (operation.root < 0 || operation.root >= size) {
+    refuse(text::format("{} was given root {} in a world of {}.\nGive a rank from 0 to {}.",
+                        name_of(operation.kind), operation.root, size, size - 1));
+  }
+  if (operation.reduction != Reduction::kNone && !can_reduce(operation.type, operation.reduction)) {
+    refuse(text::format("There is no {} of {} elements.\nUse another operation or type.",
+                        name_of(operation.reduction), name_of(operation.type)));
+  }
+}
+
+void throw_mismatch(int rank, std::uint64_t number, int first, const Operation& of_first, int other,
+                    const Operation& of_other) {
+  throw MismatchError(
+      {.rank = rank,
+       .peer = rank == other ? first : other,
+       .operation = name_of(rank == other ? of_other.kind : of_first.kind)},
+      text::format("Operation {} is {} on rank {}, but {} on rank {}.\nMake the same calls in the "
+                   "same order, with the same sizes and types, on all ranks.",
+                   number, of_first.text(), first, of_other.text(), other));
+}
+
+}  // namespace lockstep::collective

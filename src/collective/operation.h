@@ -1,0 +1,82 @@
+// Operation: a collective on raw memory, whatever moves the bytes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/types.h"
+
+namespace lockstep::collective {
+
+enum class Kind : std::uint8_t {
+  kBarrier,
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kAllToAll,
+};
+const char* name_of(Kind kind);
+
+// What a rank is doing, for errors.
+struct Activity {
+  std::string operation;  // "all_reduce"
+  std::string text;       // "all_reduce of f32[1000], 4000 bytes"
+};
+
+// Memory in equal parts: one behind the other, or anywhere.
+struct Parts {
+  std::byte* base = nullptr;
+  std::size_t stride = 0;                // bytes from part to part
+  std::vector<std::byte*> list = {};     // if not empty: each part's own place
+  std::vector<std::size_t> counts = {};  // if not empty: elements of each part (uneven kAllToAll)
+
+  bool is_empty() const { return base == nullptr && list.empty(); }
+  std::byte* part(int index) const {
+    return list.empty() ? base + static_cast<std::size_t>(index) * stride
+                        : list[static_cast<std::size_t>(index)];
+  }
+  // How many of `count` elements from `first` on a part has: uneven parts end where they end.
+  std::size_t count_from(int index, std::size_t first, std::size_t count) const {
+    if (counts.empty()) return count;
+    const std::size_t whole = counts[static_cast<std::size_t>(index)];
+    return whole <= first ? 0 : std::min(count, whole - first);
+  }
+};
+
+// By kind, `input` has 1 part, or one per rank for kScatter (at the root), kReduceScatter and
+// kAllToAll; `output` has 1 part, or one per rank for kAllGather, kGather (at the root) and
+// kAllToAll. What a rank neither gives nor takes is empty.
+struct Operation {
+  Kind kind = Kind::kBarrier;
+  DataType type = DataType::kBytes;
+  Reduction reduction = Reduction::kNone;
+  int root = 0;
+  double factor = 1;      // of Reduction::kScaledSum
+  std::size_t count = 0;  // elements of one part, the same on all ranks
+  Parts input = {};
+  Parts output = {};
+  const Operation* part_of = nullptr;      // the operation that this one is a step of
+  std::shared_ptr<const void> owner = {};  // of the memory, for as long as it is used
+
+  // What a caller asked for.
+  Activity activity() const;
+  std::string text() const { return activity().text; }
+};
+
+// Throws UsageError on `rank` if the operation cannot be, in a world of `size`.
+void check(const Operation& operation, int rank, int size);
+
+// Throws MismatchError: two ranks, by their global ranks, are at different operations. `rank`
+// throws it.
+[[noreturn]] void throw_mismatch(int rank, std::uint64_t number, int first,
+                                 const Operation& of_first, int other, const Operation& of_other);
+
+}  // namespace lockstep::collective

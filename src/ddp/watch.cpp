@@ -1,0 +1,79 @@
+// The reducer's eye on the model: what a program has changed since wrapping that would lead ranks
+// apart. Each answer is the text of an error, empty if nothing has changed.
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "base/hash.h"
+#include "base/text.h"
+#include "ddp/reducer.h"
+
+namespace lockstep {
+
+// Changes when an optimizer has stepped. Version counters do not: LibTorch's SGD writes to .data().
+std::uint64_t Reducer::fingerprint_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return tensor._version();
+  const std::size_t bytes =
+      tensor.is_non_overlapping_and_dense() ? tensor.nbytes() : tensor.element_size();
+  const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  const std::size_t part = std::min<std::size_t>(bytes, 64);
+  std::uint64_t hash = tensor._version();
+  for (const std::size_t at : {std::size_t{0}, (bytes - part) / 2, bytes - part}) {
+    hash = hash_bytes(data + at, part, hash);
+  }
+  return hash;
+}
+
+// Asked at the start of each backward.
+std::string Reducer::find_change() {
+  for (const Slot& slot : slots_) {
+    const at::Tensor& parameter = slot.parameter;
+    if (!parameter.requires_grad()) {
+      return text::format(
+          "The parameter {} requires no gradient any more: it was frozen after "
+          "wrapping.\nFreeze first, then wrap again.",
+          slot.name);
+    }
+    if (parameter.scalar_type() != slot.shape.type || parameter.device() != slot.shape.device ||
+        parameter.sizes() != at::IntArrayRef(slot.sizes)) {
+      return text::format(
+          "The parameter {} has other data than when it was wrapped: it was moved, "
+          "cast or replaced.\nMove and cast the model first, then wrap it.",
+          slot.name);
+    }
+    if (num_local_ > 0 && fingerprint_of(parameter) != slot.fingerprint) {
+      return text::format(
+          "The parameter {} was changed while its gradient was not averaged yet: "
+          "an optimizer stepped after a backward under no_sync() or "
+          "accumulate().\nStep only after a synchronised backward.",
+          slot.name);
+    }
+  }
+  for (const NamedTensor& one : frozen_) {
+    if (one.tensor.requires_grad()) {
+      return text::format(
+          "The parameter {} requires a gradient now: it was unfrozen after "
+          "wrapping.\nUnfreeze first, then wrap again.",
+          one.name);
+    }
+  }
+  return {};
+}
+
+// Asked now and then: a parameter that was replaced or added shows only in the model itself, and
+// walking that takes a while.
+std::string Reducer::find_addition() {
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const Slot& slot : slots_) known.insert(slot.parameter.unsafeGetTensorImpl());
+  for (const NamedTensor& one : frozen_) known.insert(one.tensor.unsafeGetTensorImpl());
+  for (const NamedTensor& one : model_.parameters()) {
+    if (known.contains(one.tensor.unsafeGetTensorImpl()) || !one.tensor.requires_grad()) continue;
+    return text::format(
+        "The parameter {} was added to the model, or replaced there, after "
+        "wrapping.\nBuild the whole model first, then wrap it.",
+        one.name);
+  }
+  return {};
+}
+
+}  // namespace lockstep

@@ -1,0 +1,80 @@
+// Hierarchy: runs operations for the ranks of several hosts, by shared memory inside each host and
+// messages between them (steps.h).
+//
+// Invariant: operations run in the order started, one at a time. The first failure ends it: all
+// that is under way or comes later throws it. Before a caller hears of it, nothing touches the
+// operation's memory any more, and the other ranks have been told.
+// Threading: any thread may call. One thread runs the operations and sleeps while it waits; callers
+// that wait check for ranks that are gone, and interrupt it.
+#pragma once
+
+#include <deque>
+#include <exception>
+#include <memory>
+#include <thread>
+
+#include "base/mutex.h"
+#include "collective/runner.h"
+#include "engine/hierarchical/layout.h"
+#include "engine/hierarchical/steps.h"
+#include "engine/hierarchical/wire.h"
+
+namespace lockstep {
+
+class Hierarchy final : public collective::Runner {
+ public:
+  // `engine` connects all ranks of the context, and sends and receives.
+  Hierarchy(const EngineContext& context, std::shared_ptr<shm::Group> local, Backend engine);
+  ~Hierarchy() override;
+  Hierarchy(const Hierarchy&) = delete;
+  Hierarchy& operator=(const Hierarchy&) = delete;
+
+  int rank() const override { return layout_.rank; }
+  int size() const override { return layout_.num_ranks(); }
+
+  std::shared_ptr<collective::Request> start(collective::Operation operation) override;
+  std::shared_ptr<collective::MessageRequest> start(collective::Message message) override;
+  bool poll(const collective::Request& request) override;
+  void wait(const collective::Request& request, std::chrono::milliseconds timeout) override;
+  void wait(const collective::Request& request) override { wait(request, timeout_); }
+
+ private:
+  using Activity = collective::Activity;
+  using Task = collective::OperationRequest;
+  struct MessageTask : collective::MessageRequest {
+    Parcel parcel = {};                                // to or from another rank
+    std::shared_ptr<collective::MessageRequest> self;  // to or from this one
+  };
+
+  void run() LOCKSTEP_EXCLUDES(mutex_);
+  void run_next() LOCKSTEP_REQUIRES(mutex_);
+  void fail(std::exception_ptr error) LOCKSTEP_REQUIRES(mutex_);
+  std::exception_ptr first_cause(std::exception_ptr error, const Activity& activity)
+      LOCKSTEP_EXCLUDES(mutex_);
+  void throw_what_others_know(const Activity& activity);
+  void interrupt(std::exception_ptr cause) LOCKSTEP_REQUIRES(mutex_);
+  void check_peers(const Activity& activity, bool is_late) LOCKSTEP_EXCLUDES(mutex_);
+  void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
+  void check(const collective::Message& message) const;
+  void wait_for_message(MessageTask& task, std::chrono::milliseconds timeout)
+      LOCKSTEP_EXCLUDES(mutex_);
+
+  // Constant after construction.
+  const std::chrono::milliseconds timeout_;
+  const HostLayout layout_;
+  const std::shared_ptr<shm::Group> local_;
+  Wire wire_;
+
+  Mutex mutex_;
+  Condition changed_;
+  std::deque<std::shared_ptr<Task>> queue_ LOCKSTEP_GUARDED_BY(mutex_);  // the first one runs
+  std::uint64_t num_started_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
+  std::exception_ptr cause_ LOCKSTEP_GUARDED_BY(mutex_);    // why the thread was interrupted
+  std::exception_ptr failure_ LOCKSTEP_GUARDED_BY(mutex_);  // what every call throws
+  bool is_ending_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+
+  std::shared_ptr<HostSteps> steps_;  // the thread's own
+  std::thread thread_;                // last: it uses all of these
+};
+
+}  // namespace lockstep

@@ -1,0 +1,81 @@
+// TensorEngine: a c10d::Backend over a Runner: tensors in, operations on raw memory out.
+//
+// Calls are checked before any other rank hears of them; tensors that are not dense go through
+// dense copies. Threading: any thread may call; the runner has its own lock.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "engine/tensor_call.h"
+#include "engine/tensor_checks.h"
+#include "shm/group.h"
+
+namespace lockstep {
+
+class TensorEngine : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // `memory` hands out what others reach without a copy; nullptr if there is none.
+  TensorEngine(std::string name, std::shared_ptr<collective::Runner> runner,
+               std::shared_ptr<shm::Group> memory)
+      : c10d::Backend(runner->rank(), runner->size()),
+        name_(std::move(name)),
+        checks_{runner->rank(), runner->size()},
+        runner_(std::move(runner)),
+        memory_(std::move(memory)) {}
+
+  const std::string getBackendName() const override { return name_; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return memory_ != nullptr; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions&) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions&) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions&) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  TensorCall begin(c10d::OpType type, Tensors results);
+  WorkPtr receive(const Tensors& tensors, int peer, int tag);
+  void start_all_to_all(TensorCall& call, const Tensors& inputs, const Tensors& outputs);
+  std::size_t tell_parts(const Tensors& inputs, const Tensors& outputs);
+
+  const std::string name_;
+  const TensorChecks checks_;
+  const std::shared_ptr<collective::Runner> runner_;
+  const std::shared_ptr<shm::Group> memory_;
+  const std::shared_ptr<FutureDriver> driver_ = std::make_shared<FutureDriver>();
+  std::atomic<uint64_t> sequence_{0};
+};
+
+}  // namespace lockstep

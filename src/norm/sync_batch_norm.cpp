@@ -1,0 +1,264 @@
+// How a layer that knows nothing of ranks is made to compute over them: every BatchNorm calls
+// LibTorch's operator aten::batch_norm. As long as there are synchronised layers, a kernel stands
+// in front of it that looks whether the weights it is given belong to one of them; for all others
+// it calls LibTorch's own.
+
+#include <lockstep/sync_batch_norm.h>
+
+#include <ATen/ATen.h>
+#include <ATen/ops/batch_norm_native.h>
+#include <lockstep/error.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor synchronised(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                        const std::optional<at::Tensor>& bias,
+                        const std::optional<at::Tensor>& running_mean,
+                        const std::optional<at::Tensor>& running_var, bool is_training,
+                        double momentum, double eps, bool cudnn_enabled);
+
+// The layers that are synchronised in this process, by a tensor that their calls pass.
+class Layers {
+ public:
+  static Layers& of_process() {
+    static Layers layers;
+    return layers;
+  }
+
+  // False if it is there already.
+  bool add(const at::Tensor& key, std::shared_ptr<World> world) {
+    const std::lock_guard lock(mutex_);
+    if (layers_.contains(key.unsafeGetTensorImpl())) return false;
+    if (layers_.empty()) {
+      for (const auto dispatch : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+        auto& library = libraries_.emplace_back(std::make_unique<torch::Library>(
+            torch::Library::IMPL, "aten", dispatch, __FILE__, __LINE__));
+        library->impl("batch_norm", torch::CppFunction::makeFromUnboxedFunction(&synchronised));
+      }
+    }
+    layers_[key.unsafeGetTensorImpl()] = std::move(world);
+    return true;
+  }
+
+  void remove(const at::Tensor& key) {
+    const std::lock_guard lock(mutex_);
+    layers_.erase(key.unsafeGetTensorImpl());
+    if (layers_.empty()) libraries_.clear();
+  }
+
+  std::shared_ptr<World> find(const std::optional<at::Tensor>& tensor) {
+    if (!tensor || !tensor->defined()) return nullptr;
+    const std::lock_guard lock(mutex_);
+    const auto found = layers_.find(tensor->unsafeGetTensorImpl());
+    return found == layers_.end() ? nullptr : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<const c10::TensorImpl*, std::shared_ptr<World>> layers_;
+  std::vector<std::unique_ptr<torch::Library>> libraries_;
+};
+
+// All dimensions but the channels'.
+std::vector<std::int64_t> others(const at::Tensor& input) {
+  std::vector<std::int64_t> dims;
+  for (std::int64_t dim = 0; dim < input.dim(); ++dim) {
+    if (dim != 1) dims.push_back(dim);
+  }
+  return dims;
+}
+
+at::Tensor by_channel(const at::Tensor& values, const at::Tensor& input) {
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(input.dim()), 1);
+  sizes[1] = values.numel();
+  return values.to(input.scalar_type()).view(sizes);
+}
+
+class Function : public torch::autograd::Function<Function> {
+ public:
+  using Maybe = std::optional<at::Tensor>;
+
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
+                            const Maybe& maybe_weight, const Maybe& maybe_bias,
+                            const Maybe& maybe_mean, const Maybe& maybe_variance, double momentum,
+                            double eps, std::shared_ptr<World> world) {
+    const at::Tensor weight = maybe_weight.value_or(at::Tensor());
+    const at::Tensor bias = maybe_bias.value_or(at::Tensor());
+    const at::Tensor running_mean = maybe_mean.value_or(at::Tensor());
+    const at::Tensor running_var = maybe_variance.value_or(at::Tensor());
+    const auto dims = others(input);
+    const std::int64_t channels = input.size(1);
+    const auto count = static_cast<double>(input.numel() / std::max<std::int64_t>(channels, 1));
+    // Of each rank: count, means, and sums of squared deviations, which add up without cancelling.
+    // In double, and in the order of ranks: the same bits on all.
+    at::Tensor mine = at::zeros({1 + 2 * channels}, input.options().dtype(at::kDouble));
+    mine[0] = count;
+    if (count > 0) {
+      const auto [variance, mean] = at::var_mean(input, dims, /*unbiased=*/false);
+      mine.narrow(0, 1, channels).copy_(mean);
+      mine.narrow(0, 1 + channels, channels).copy_(variance.to(at::kDouble) * count);
+    }
+    const at::Tensor all = world->all_gather(mine);
+    const at::Tensor counts = all.narrow(1, 0, 1);
+    const at::Tensor means = all.narrow(1, 1, channels);
+    const auto total = counts.sum().item<double>();
+    if (total < 2) {
+      throw UsageError({.rank = world->rank(), .operation = "SyncBatchNorm"},
+                       text::format("There are {} values for each channel over all ranks, and a "
+                                    "variance needs 2.\nUse a larger batch, or eval().",
+                                    total));
+    }
+    const at::Tensor mean = (means * counts).sum(0) / total;
+    const at::Tensor squares =
+        all.narrow(1, 1 + channels, channels).sum(0) + ((means - mean).pow(2) * counts).sum(0);
+    const at::Tensor variance = squares / total;
+    const at::Tensor scale = (variance + eps).rsqrt();
+    if (running_mean.defined()) {
+      running_mean.mul_(1 - momentum).add_(mean.to(running_mean.scalar_type()), momentum);
+      running_var.mul_(1 - momentum)
+          .add_((squares / (total - 1)).to(running_var.scalar_type()), momentum);
+    }
+    at::Tensor output = (input - by_channel(mean, input)) * by_channel(scale, input);
+    context->save_for_backward({input, weight, mean, scale});
+    context->saved_data["total"] = total;
+    context->saved_data["has_bias"] = bias.defined();
+    Worlds::keep(context, std::move(world));
+    if (weight.defined()) output = output * by_channel(weight, input);
+    if (bias.defined()) output = output + by_channel(bias, input);
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& input = saved[0];
+    const at::Tensor& weight = saved[1];
+    const at::Tensor& gradient = gradients[0];
+    const auto world = Worlds::of(context);
+    const auto dims = others(input);
+    const std::int64_t channels = input.size(1);
+    const at::Tensor normal = (input - by_channel(saved[2], input)) * by_channel(saved[3], input);
+    // This rank's sums are the gradients of its bias and weight; those of all ranks go into the
+    // input's.
+    const at::Tensor of_bias = gradient.sum(dims);
+    const at::Tensor of_weight = (gradient * normal).sum(dims);
+    const at::Tensor sums = world->all_reduce(at::cat({of_bias, of_weight}).to(at::kDouble)) /
+                            context->saved_data["total"].toDouble();
+    at::Tensor of_input = gradient - by_channel(sums.narrow(0, 0, channels), input) -
+                          normal * by_channel(sums.narrow(0, channels, channels), input);
+    of_input = of_input * by_channel(saved[3], input);
+    if (weight.defined()) of_input = of_input * by_channel(weight, input);
+    const bool has_bias = context->saved_data["has_bias"].toBool();
+    return {of_input,
+            weight.defined() ? of_weight.to(weight.scalar_type()) : at::Tensor(),
+            has_bias ? of_bias.to(input.scalar_type()) : at::Tensor(),
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor()};
+  }
+
+ private:
+  // A world on its way from forward to backward, as autograd keeps it.
+  struct Worlds : torch::CustomClassHolder {
+    explicit Worlds(std::shared_ptr<World> one) : world(std::move(one)) {}
+    std::shared_ptr<World> world;
+
+    static void keep(AutogradContext* context, std::shared_ptr<World> world) {
+      context->saved_data["world"] =
+          c10::IValue::make_capsule(c10::make_intrusive<Worlds>(std::move(world)));
+    }
+    static std::shared_ptr<World> of(AutogradContext* context) {
+      return c10::static_intrusive_pointer_cast<Worlds>(context->saved_data["world"].toCapsule())
+          ->world;
+    }
+  };
+};
+
+at::Tensor synchronised(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                        const std::optional<at::Tensor>& bias,
+                        const std::optional<at::Tensor>& running_mean,
+                        const std::optional<at::Tensor>& running_var, bool is_training,
+                        double momentum, double eps, bool cudnn_enabled) {
+  std::shared_ptr<World> world;
+  if (is_training) {
+    world = Layers::of_process().find(weight);
+    if (!world) world = Layers::of_process().find(running_mean);
+  }
+  if (!world) {
+    return at::native::batch_norm(input, weight, bias, running_mean, running_var, is_training,
+                                  momentum, eps, cudnn_enabled);
+  }
+  // An optional without a tensor in it, and one with an undefined tensor, are the same to callers.
+  const auto given = [](const std::optional<at::Tensor>& tensor) {
+    return tensor && tensor->defined() ? tensor : std::nullopt;
+  };
+  return Function::apply(input, given(weight), given(bias), given(running_mean), given(running_var),
+                         momentum, eps, world);
+}
+
+}  // namespace
+
+struct SyncBatchNormState {
+  std::vector<at::Tensor> keys;  // alive, so that no other tensor takes their place
+
+  ~SyncBatchNormState() {
+    for (const at::Tensor& key : keys) Layers::of_process().remove(key);
+  }
+};
+
+SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const World& world)
+    : state_(std::make_shared<SyncBatchNormState>()) {
+  if (!model) {
+    throw UsageError({.rank = world.rank(), .operation = "SyncBatchNorm"},
+                     "There is no model: the pointer is empty.\nMake the model first.");
+  }
+  if (world.size() == 1) return;
+  const auto own = std::make_shared<World>(world.duplicate());
+  const auto add = [&](const std::string& name, const at::Tensor& weight, const at::Tensor& mean) {
+    const at::Tensor& key = weight.defined() ? weight : mean;
+    if (!key.defined()) {
+      throw UsageError(
+          {.rank = world.rank(), .operation = "SyncBatchNorm"},
+          text::format("The layer {} has neither weights nor running statistics, so its "
+                       "calls cannot be told from others.\nMake it with affine(true) or "
+                       "track_running_stats(true).",
+                       name));
+    }
+    if (!Layers::of_process().add(key, own)) {
+      throw UsageError(
+          {.rank = world.rank(), .operation = "SyncBatchNorm"},
+          text::format("The layer {} is synchronised already.\nMake one SyncBatchNorm for "
+                       "a model.",
+                       name));
+    }
+    state_->keys.push_back(key);
+  };
+  for (const auto& item : model->named_modules()) {
+    const torch::nn::Module& layer = *item.value();
+    if (const auto* one = layer.as<torch::nn::BatchNorm1dImpl>()) {
+      add(item.key(), one->weight, one->running_mean);
+    } else if (const auto* two = layer.as<torch::nn::BatchNorm2dImpl>()) {
+      add(item.key(), two->weight, two->running_mean);
+    } else if (const auto* three = layer.as<torch::nn::BatchNorm3dImpl>()) {
+      add(item.key(), three->weight, three->running_mean);
+    }
+  }
+}
+
+int SyncBatchNorm::num_layers() const { return static_cast<int>(state_->keys.size()); }
+
+}  // namespace lockstep

@@ -1,0 +1,64 @@
+#include "shm/areas.h"
+
+#include <lockstep/error.h>
+
+#include <algorithm>
+
+#include "base/text.h"
+
+namespace lockstep::shm {
+
+std::byte* Areas::allocate(std::size_t bytes) {
+  bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
+  OwnArea* best = nullptr;
+  for (OwnArea& area : own_) {
+    const bool fits =
+        area.is_free && area.segment.size() >= bytes && area.segment.size() <= 2 * bytes;
+    if (fits && (best == nullptr || area.segment.size() < best->segment.size())) best = &area;
+  }
+  if (best == nullptr) {
+    if (own_.size() == kMaxAreas) {
+      throw UsageError({.rank = peers_.my_global_rank(), .operation = "allocate"},
+                       text::format("There are {} pieces of shared memory already.\n"
+                                    "Allocate fewer and larger ones.",
+                                    kMaxAreas));
+    }
+    best = &own_.emplace_back(OwnArea{Segment::create(bytes), false});
+    const SegmentName name = best->segment.name();
+    peers_.self().areas[own_.size() - 1] = {name.fd, name.bytes, name.address};
+  }
+  best->is_free = false;
+  return best->segment.data();
+}
+
+void Areas::release(std::byte* memory) noexcept {
+  for (OwnArea& area : own_) {
+    if (area.segment.data() == memory) area.is_free = true;
+  }
+}
+
+std::optional<Areas::Place> Areas::find(const std::byte* begin, std::size_t bytes) const {
+  for (std::size_t index = 0; index < own_.size(); ++index) {
+    const Segment& segment = own_[index].segment;
+    if (begin < segment.data() || begin + bytes > segment.data() + segment.size()) continue;
+    return Place{static_cast<std::uint32_t>(index),
+                 static_cast<std::uint64_t>(begin - segment.data())};
+  }
+  return std::nullopt;
+}
+
+std::byte* Areas::memory(int peer, std::uint32_t index) {
+  if (peer == peers_.rank) return own_[index].segment.data();
+  auto& known = attached_[static_cast<std::size_t>(peer)];
+  auto found = known.find(index);
+  if (found == known.end()) {
+    const Area& area = peers_.control(peer).areas[index];
+    found = known
+                .emplace(index,
+                         Segment::attach({peers_.process(peer), area.fd, area.bytes, area.address}))
+                .first;
+  }
+  return found->second.data();
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,47 @@
+// Areas: memory that is handed out for operations without copies, and the peers' areas as far as
+// this rank has met them.
+//
+// Freed memory is kept for the next allocation, because peers may have it mapped.
+// Threading: guarded by the group's mutex.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "shm/peers.h"
+
+namespace lockstep::shm {
+
+class Areas {
+ public:
+  explicit Areas(const Peers& peers)
+      : peers_(peers), attached_(static_cast<std::size_t>(peers.size)) {}
+
+  // Throws UsageError if there are too many, SystemError if there is no room.
+  std::byte* allocate(std::size_t bytes);
+  void release(std::byte* memory) noexcept;
+
+  // Where memory is that lies in an area of this rank's own.
+  struct Place {
+    std::uint32_t index = 0;
+    std::uint64_t offset = 0;
+  };
+  std::optional<Place> find(const std::byte* begin, std::size_t bytes) const;
+
+  // The memory of a rank's area, in this process.
+  std::byte* memory(int peer, std::uint32_t index);
+
+ private:
+  struct OwnArea {
+    Segment segment;
+    bool is_free;
+  };
+
+  const Peers& peers_;
+  std::vector<OwnArea> own_;                                // by index
+  std::vector<std::map<std::uint32_t, Segment>> attached_;  // by rank
+};
+
+}  // namespace lockstep::shm

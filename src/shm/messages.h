@@ -1,0 +1,67 @@
+// Messages: point-to-point between two ranks of a group.
+//
+// From the sender's memory through a ring of cells (layout.h, Channel) to the receiver's, or, if it
+// has not asked yet, to memory of its own until it does. So two ranks that send to each other at
+// once cannot block each other. Threading: guarded by the group's mutex.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "collective/request.h"
+#include "shm/peers.h"
+
+namespace lockstep::shm {
+
+using collective::Activity;
+using collective::kAnyRank;
+using collective::Message;
+
+struct PendingMessage : collective::MessageRequest {
+  std::size_t bytes_moved = 0;
+};
+
+class Messages {
+ public:
+  explicit Messages(const Peers& peers)
+      : peers_(peers), arriving_(static_cast<std::size_t>(peers.size)) {}
+
+  // Throws UsageError if there is no such rank.
+  void check(const Message& message) const;
+
+  // Begins a message; progress() moves it on.
+  std::shared_ptr<PendingMessage> add(Message message);
+  bool is_idle() const { return outgoing_.empty() && expected_.empty(); }
+
+  // Returns whether anything moved. Throws MismatchError.
+  bool progress();
+
+  Activity activity(const Message& message) const {
+    return message.activity(peers_.global_rank(message.peer));
+  }
+
+ private:
+  // What has come so far of a message.
+  struct Arriving {
+    int from = 0;
+    int tag = 0;
+    std::size_t message_bytes = 0;
+    std::vector<std::byte> data;
+  };
+  using Pending = std::shared_ptr<PendingMessage>;
+
+  bool send_cells(PendingMessage& request);
+  bool receive_cells(int peer);
+  bool deliver_unexpected();
+  void deliver(PendingMessage& request, const Arriving& message) const;
+  Pending take_expected(int from, int tag);
+
+  const Peers& peers_;
+  std::deque<Pending> outgoing_;
+  std::deque<Pending> expected_;     // receives that no message has come for
+  std::vector<Arriving> arriving_;   // by sender: the message under way
+  std::deque<Arriving> unexpected_;  // complete, in the order of arrival
+};
+
+}  // namespace lockstep::shm
