@@ -5,7 +5,7 @@
 
 namespace lockstep::text {
 
-std::string vformat(fmt::string_view format, fmt::format_args args) {
+std::string render(fmt::string_view format, fmt::format_args args) {
   return fmt::vformat(format, args);
 }
 

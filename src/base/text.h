@@ -15,20 +15,20 @@
 
 namespace lockstep::text {
 
-std::string vformat(fmt::string_view format, fmt::format_args args);
+std::string render(fmt::string_view format, fmt::format_args args);
 
 template <typename... Args>
 std::string format(fmt::format_string<Args...> format, Args&&... args) {
-  return vformat(format, fmt::make_format_args(args...));
+  return render(format, fmt::make_format_args(args...));
 }
 
 template <typename... Args>
 void print(std::FILE* file, fmt::format_string<Args...> format, Args&&... args) {
-  std::fputs(vformat(format, fmt::make_format_args(args...)).c_str(), file);
+  std::fputs(render(format, fmt::make_format_args(args...)).c_str(), file);
 }
 template <typename... Args>
 void print(fmt::format_string<Args...> format, Args&&... args) {
-  std::fputs(vformat(format, fmt::make_format_args(args...)).c_str(), stdout);
+  std::fputs(render(format, fmt::make_format_args(args...)).c_str(), stdout);
 }
 
 // The elements of a range, with `separator` between them.
@@ -39,7 +39,7 @@ std::string join(const Range& range, std::string_view separator) {
   for (const auto& element : range) {
     if (!is_first) result += separator;
     is_first = false;
-    result += format("{}", element);
+    result += text::format("{}", element);
   }
   return result;
 }
