@@ -7,72 +7,71 @@
 #include <algorithm>
 
 #include "base/cause.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "ddp/agreement.h"
 #include "ddp/reducer.h"
+#include "ddp/sparse.h"
 #include "world/exchange.h"
 #include "world/packed.h"
 #include "world/translate.h"
 
 namespace lockstep {
-namespace {
 
-constexpr double kMaxMs = 60000;  // a time that fits every type of number
-
-double ms_between(std::chrono::steady_clock::time_point from,
-                  std::chrono::steady_clock::time_point to) {
-  return std::chrono::duration<double, std::milli>(to - from).count();
-}
-
-}  // namespace
+using Flag = StepNumbers::Flag;
 
 void Reducer::finish() {
-  const auto began = Clock::now();
-  bool is_complete = true;
-  for (const Slot& slot : slots_) is_complete &= slot.has_fired;
+  const auto wait_began = StepStats::Clock::now();
   const bool is_check_due =
-      options_.check_every > 0 && (stats_.steps + 1) % options_.check_every == 0;
-  if (problem_.empty() && !is_joined_ && (!is_complete || is_check_due)) {
-    const std::string addition = find_addition();
-    if (!addition.empty()) note_problem(addition);
+      options_.check_every > 0 && (stats_.steps() + 1) % options_.check_every == 0;
+  const bool is_complete =
+      std::ranges::all_of(slots_, [](const Slot& slot) { return slot.has_fired; });
+  if (step_.problem.empty() && !is_joined_ && (!is_complete || is_check_due)) {
+    note_problem(watch_.find_addition(slots_));
   }
   post_ready(true);
   try {
     if (buckets_.all().empty() || options_.hook) {
-      write_control();
-      control_work_ = start_mean(buckets_.control());
+      write_numbers();
+      step_.numbers_work = start_mean(buckets_.control());
     }
     wait_for_all();
-    if (control_work_) control_work_->wait();
+    if (step_.numbers_work) step_.numbers_work->wait();
   } catch (const Error&) {
-    reset();
+    drop_step();
     throw;
   } catch (...) {
     explain(std::current_exception(), "all_reduce of the last numbers of a step");
   }
-  const auto all_done = Clock::now();
-  read_control();
-  if (control_[kProblem] > 0) throw_problems();
-  if (num_active_ == 0) {  // nobody has data any more: this was the last round
-    if (control_[kNeedsState] > 0) take_state_from(first_active_);
-    weight_ = 1;
-    phase_ = Phase::kIdle;
-    return;
+  const auto all_done = StepStats::Clock::now();
+  numbers_.read_from(buckets_.control());
+  // Not while a rank without steps of its own is behind: it could not save.
+  must_stop_ = numbers_.any(Flag::kStop) && !numbers_.any(Flag::kNeedsState);
+  if (numbers_.any(Flag::kProblem)) throw_problems();
+  if (numbers_.num_active() == 0) {  // nobody has data any more: this was the last round
+    if (numbers_.any(Flag::kNeedsState)) take_state_from(numbers_.first_active());
+    return end_step();
   }
-  look_at_first_gradients();
+  if (!buckets_.all().empty()) {
+    first_gradients_.compare(buckets_.all().front().flat, stats_.steps(), numbers_, world_.rank(),
+                             world_.size());
+  }
   scale_by_weights();
-  if (control_[kLate] > 0) add_late();
+  if (numbers_.any(Flag::kLate)) add_late();
   hand_out_gradients();
   if (has_buffers_ && options_.buffers != BufferSync::kOff) sync_buffers();
-  ++stats_.steps;
-  write_stats(began, all_done);
-  if (!has_learnt_order_) learn_order();
+  stats_.end(numbers_, world_.size(), buckets_.all(), hook_comm_.bytes_sent(), wait_began,
+             all_done);
+  order_.agree(world_, slots_);
+  end_step();
+  if (is_check_due && world_.size() > 1) check_same_tensors(world_, state(), stats_.steps());
+  stats_.end_step();
+}
+
+// The one place where a step ends, however it does.
+void Reducer::end_step() {
+  step_ = {};
   weight_ = 1;
   num_local_ = 0;
-  phase_ = Phase::kIdle;
-  if (is_check_due && world_.size() > 1) check_same_tensors(world_, state(), stats_.steps);
-  last_end_ = Clock::now();
 }
 
 void Reducer::wait_for_all() {
@@ -90,97 +89,62 @@ void Reducer::wait_for_all() {
   }
 }
 
-void Reducer::write_control() {
-  control_.assign(static_cast<std::size_t>(num_control()), 0.0F);
-  const auto set = [&](std::int64_t at, double value) {
-    control_[static_cast<std::size_t>(at)] = static_cast<float>(value);
-  };
-  set(kProblem, problem_.empty() ? 0 : 1);
-  set(kWeighted, weight_ == 1 ? 0 : 1);
-  set(kNeedsState, needs_state_ ? 1 : 0);
-  set(kDiffers, differs_ ? 1 : 0);
-  set(kStop, is_asked_to_stop_ && is_asked_to_stop_() ? 1 : 0);
-  set(active_at(world_.rank()), is_joined_ ? 0 : 1);
-  set(time_at(world_.rank()), std::min(ms_between(last_end_, Clock::now()), kMaxMs));
+void Reducer::write_numbers() {
+  numbers_.clear();
+  numbers_.set(Flag::kProblem, !step_.problem.empty());
+  numbers_.set(Flag::kWeighted, weight_ != 1);
+  numbers_.set(Flag::kNeedsState, needs_state_);
+  numbers_.set(Flag::kDiffers, first_gradients_.differ());
+  numbers_.set(Flag::kStop, is_asked_to_stop_ && is_asked_to_stop_());
+  numbers_.set_active(!is_joined_);
+  numbers_.set_step_ms(stats_.ms_since_last_step());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
-    const bool is_present = slot.is_sparse ? problem_.empty() && slot.parameter.grad().defined()
-                                           : slot.is_present || slot.is_late;
-    if (is_present) set(present_at(i), 1);
-    if (slot.is_late) set(kLate, 1);
+    const bool is_present = slot.is_sparse
+                                ? step_.problem.empty() && slot.parameter.grad().defined()
+                                : slot.is_present || slot.is_late;
+    if (is_present) numbers_.set_present(i);
+    if (slot.is_late) numbers_.set(Flag::kLate, true);
   }
-  buckets_.control().copy_(at::from_blob(control_.data(), {num_control()}, at::kFloat));
-}
-
-void Reducer::read_control() {
-  at::from_blob(control_.data(), {num_control()}, at::kFloat).copy_(buckets_.control());
-  // Not while a rank without steps of its own is behind: it could not save.
-  must_stop_ = control_[kStop] > 0 && control_[kNeedsState] <= 0;
-  num_active_ = 0;
-  for (int rank = world_.size() - 1; rank >= 0; --rank) {
-    if (control_[static_cast<std::size_t>(active_at(rank))] <= 0) continue;
-    ++num_active_;
-    first_active_ = rank;
-  }
+  numbers_.write_to(buckets_.control());
 }
 
 // Every rank throws the same: the first rank's problem.
 void Reducer::throw_problems() {
-  const Cause mine{.kind = ErrorKind::kUsage,
-                   .rank = world_.rank(),
-                   .message = problem_ + "\nThe gradients of this step are dropped on all ranks."};
+  const Cause mine{
+      .kind = ErrorKind::kUsage,
+      .rank = world_.rank(),
+      .message = step_.problem + "\nThe gradients of this step are dropped on all ranks."};
   const std::vector<std::string> causes =
-      exchange_texts(world_, problem_.empty() ? std::string() : to_text(mine));
-  reset();
+      exchange_texts(world_, step_.problem.empty() ? std::string() : to_text(mine));
+  drop_step();
   throw_first_cause(world_, causes,
-                    {.rank = world_.rank(), .step = stats_.steps, .operation = "backward"});
+                    {.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"});
 }
 
 // No gradient of a step that failed may be taken for an averaged one.
-void Reducer::reset() {
+void Reducer::drop_step() {
   for (Slot& slot : slots_) {
     if (slot.is_sparse || buckets_.all()[slot.bucket].is_posted) {
       slot.parameter.mutable_grad() = at::Tensor();
     }
   }
-  weight_ = 1;
-  num_local_ = 0;
-  phase_ = Phase::kIdle;
-}
-
-// Ranks that read the same data, because somebody has forgotten the sampler, do the same work N
-// times and nothing looks wrong. Their gradients tell: in the first step each compares its own with
-// the mean, in the second all know what the others have found.
-void Reducer::look_at_first_gradients() {
-  if (first_gradients_.defined()) {
-    const at::Tensor& mean = buckets_.all().front().flat;
-    const auto largest = mean.abs().max().item<double>();
-    const auto difference = (first_gradients_ - mean).abs().max().item<double>();
-    differs_ = !(largest > 0 && difference <= 1e-6 * largest);
-    first_gradients_.reset();
-  } else if (stats_.steps == 1 && control_[kDiffers] <= 0 && world_.rank() == 0) {
-    Log(world_.rank())
-        .warning(
-            "All ranks had the same gradients in the first step: they seem to read the same data, "
-            "and do the same work {} times. Give each its own part, with DistributedSampler.",
-            world_.size());
-  }
+  end_step();
 }
 
 // The mean was taken as if all ranks had weight 1. Weights are whole numbers that need more digits
 // than a bf16 bucket has, so they are added up apart, only in steps that use them.
 void Reducer::scale_by_weights() {
-  scale_ = 1;
-  if (control_[kWeighted] <= 0) return;
+  if (!numbers_.any(Flag::kWeighted)) return;
   const auto total = world_.all_reduce(at::tensor(weight_, at::kDouble)).item<double>();
   if (total == 0) {
-    reset();
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps, .operation = "backward"},
+    drop_step();
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"},
                      "All ranks gave the weight 0: a mean of no samples does not exist.\n"
                      "Leave out the step, on all ranks, or call join() on ranks out of data.");
   }
-  scale_ = world_.size() / total;
-  for (Bucket& bucket : buckets_.all()) bucket.flat.mul_(scale_);
+  step_.scale = world_.size() / total;
+  for (Bucket& bucket : buckets_.all()) bucket.flat.mul_(step_.scale);
 }
 
 // Gradients that came after their bucket was posted (a backward within backward, used twice) make a
@@ -201,7 +165,7 @@ void Reducer::add_late() {
     } catch (...) {
       explain(std::current_exception(), text_of(bucket));
     }
-    bucket.flat.add_(more, scale_);
+    bucket.flat.add_(more, step_.scale);
   }
 }
 
@@ -209,53 +173,15 @@ void Reducer::add_late() {
 void Reducer::hand_out_gradients() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (control_[static_cast<std::size_t>(present_at(i))] <= 0) {
+    if (!numbers_.is_present(i)) {
       slot.parameter.mutable_grad() = at::Tensor();
     } else if (slot.is_sparse) {
-      reduce_sparse(i);
+      slot.parameter.mutable_grad() =
+          mean_of_sparse(world_, slot.parameter.grad(), slot.parameter, weight_, step_.scale);
     } else {
       slot.parameter.mutable_grad() = slot.view;
     }
   }
-}
-
-// Indices and values of all ranks, one behind the other in the order of ranks, then added up: the
-// same computation on all ranks.
-void Reducer::reduce_sparse(std::size_t index) {
-  Slot& slot = slots_[index];
-  at::Tensor mine = slot.parameter.grad();
-  if (!mine.defined()) {
-    mine =
-        at::sparse_coo_tensor(slot.parameter.sizes(), slot.parameter.options().layout(at::kSparse));
-  }
-  // Embeddings have whole rows; a gradient that came dense is seen in that way, too.
-  if (!mine.is_sparse() || mine.sparse_dim() != 1) mine = mine.to_dense().to_sparse(1);
-  mine = mine.coalesce();
-  const std::int64_t count = mine._nnz();
-  const at::Tensor counts = world_.all_gather(at::tensor(count, at::TensorOptions(at::kLong)));
-  const auto most = counts.max().item<std::int64_t>();
-  at::Tensor rows = at::zeros({most}, at::TensorOptions(at::kLong).device(mine.device()));
-  std::vector<std::int64_t> sizes = mine.values().sizes().vec();
-  sizes[0] = most;
-  at::Tensor values = at::zeros(sizes, mine.values().options());
-  rows.narrow(0, 0, count).copy_(mine.indices()[0]);
-  values.narrow(0, 0, count).copy_(mine.values());
-  if (weight_ != 1) values.mul_(weight_);
-  const at::Tensor all_rows = world_.all_gather(rows);
-  const at::Tensor all_values =
-      values.is_complex() ? at::view_as_complex(world_.all_gather(at::view_as_real(values)))
-                          : world_.all_gather(values);
-  std::vector<at::Tensor> used_rows;
-  std::vector<at::Tensor> used_values;
-  for (int rank = 0; rank < world_.size(); ++rank) {
-    const auto used = counts[rank].item<std::int64_t>();
-    used_rows.push_back(all_rows[rank].narrow(0, 0, used));
-    used_values.push_back(all_values[rank].narrow(0, 0, used));
-  }
-  const at::Tensor sum = at::sparse_coo_tensor(at::cat(used_rows).unsqueeze(0),
-                                               at::cat(used_values), slot.parameter.sizes())
-                             .coalesce();
-  slot.parameter.mutable_grad() = sum.mul(scale_ / world_.size());
 }
 
 // Written so that autograd does not see it: a graph that is still to be run keeps its buffers.
@@ -263,21 +189,22 @@ void Reducer::sync_buffers() {
   if (world_.size() == 1) return;
   std::vector<at::Tensor> averaged;
   std::vector<at::Tensor> copied;
-  for (const NamedTensor& one : model_.buffers()) {
+  for (const NamedTensor& one : watch_.buffers()) {
     const bool is_mean = options_.buffers == BufferSync::kMean &&
                          (one.tensor.is_floating_point() || one.tensor.is_complex());
     (is_mean ? averaged : copied).push_back(one.tensor);
   }
   move_packed(averaged,
               [&](const at::Tensor& packed) { world_.all_reduce(packed, ReduceOp::AVG); });
-  move_packed(copied, [&](const at::Tensor& packed) { world_.broadcast(packed, first_active_); });
+  move_packed(copied,
+              [&](const at::Tensor& packed) { world_.broadcast(packed, numbers_.first_active()); });
 }
 
 void Reducer::take_state_from(int root) {
   std::vector<at::Tensor> tensors;
   for (const Slot& slot : slots_) tensors.push_back(slot.parameter);
-  for (const NamedTensor& one : frozen_) tensors.push_back(one.tensor);
-  for (const NamedTensor& one : model_.buffers()) tensors.push_back(one.tensor);
+  for (const NamedTensor& one : watch_.frozen()) tensors.push_back(one.tensor);
+  for (const NamedTensor& one : watch_.buffers()) tensors.push_back(one.tensor);
   move_packed(tensors, [&](const at::Tensor& packed) { world_.broadcast(packed, root); });
 }
 
@@ -285,50 +212,11 @@ void Reducer::take_state_from(int root) {
 std::vector<NamedTensor> Reducer::state() const {
   std::vector<NamedTensor> all;
   for (const Slot& slot : slots_) all.push_back({slot.name, slot.parameter});
-  all.insert(all.end(), frozen_.begin(), frozen_.end());
+  all.insert(all.end(), watch_.frozen().begin(), watch_.frozen().end());
   if (options_.buffers != BufferSync::kOff) {
-    for (NamedTensor& one : model_.buffers()) all.push_back(std::move(one));
+    for (NamedTensor& one : watch_.buffers()) all.push_back(std::move(one));
   }
   return all;
-}
-
-// The order in which rank 0's gradients came is the order of buckets from the next backward on.
-void Reducer::learn_order() {
-  has_learnt_order_ = true;
-  std::vector<std::int64_t> order;
-  std::vector<bool> is_in(slots_.size(), false);
-  const auto append = [&](std::size_t index) {
-    if (!is_in[index] && !slots_[index].is_sparse)
-      order.push_back(static_cast<std::int64_t>(index));
-    is_in[index] = true;
-  };
-  for (const std::size_t index : ready_order_) append(index);
-  for (std::size_t i = slots_.size(); i-- > 0;) append(i);
-  ready_order_ = {};
-  if (order.empty() || world_.size() == 1) return;
-  world_.broadcast(at::from_blob(order.data(), {static_cast<std::int64_t>(order.size())},
-                                 at::TensorOptions(at::kLong)));
-  next_order_.assign(order.begin(), order.end());
-}
-
-void Reducer::write_stats(Clock::time_point finish_began, Clock::time_point all_done) {
-  stats_.backward_ms = ms_between(backward_began_, all_done);
-  stats_.communication_ms = first_posted_ ? ms_between(*first_posted_, all_done) : 0;
-  stats_.waiting_ms = ms_between(finish_began, all_done);
-  stats_.overlap_percent =
-      stats_.communication_ms > 0
-          ? 100 * std::max(0.0, 1 - stats_.waiting_ms / stats_.communication_ms)
-          : 0;
-  stats_.bytes_sent = hook_comm_.bytes_sent() - bytes_sent_;
-  for (const Bucket& bucket : buckets_.all()) {
-    if (bucket.work) stats_.bytes_sent += static_cast<std::int64_t>(bucket.wire.nbytes());
-  }
-  stats_.step_ms.clear();
-  for (int rank = 0; rank < world_.size(); ++rank) {
-    stats_.step_ms.push_back(control_[static_cast<std::size_t>(time_at(rank))] * world_.size());
-  }
-  stats_.slowest_rank =
-      static_cast<int>(std::ranges::max_element(stats_.step_ms) - stats_.step_ms.begin());
 }
 
 std::string Reducer::text_of(const Bucket& bucket) const {
@@ -341,14 +229,14 @@ std::string Reducer::text_of(const Bucket& bucket) const {
 }
 
 void Reducer::explain(std::exception_ptr error, const std::string& what) {
-  reset();
+  drop_step();
   try {
     rethrow_translated(error, world_.members(), world_.rank(), "all_reduce", what);
   } catch (const Error& known) {
     throw_error(known.kind(),
                 {.rank = world_.rank(),
                  .peer = known.peer(),
-                 .step = stats_.steps,
+                 .step = stats_.steps(),
                  .operation = "backward"},
                 text::format("{} failed.\n{}", what, known.message()));
   }

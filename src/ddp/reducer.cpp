@@ -55,13 +55,14 @@ bool has_same_layout(const at::Tensor& a, const at::Tensor& b) {
 Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options)
     : world_(world.size() == 1 ? world : world.duplicate()),
       options_(std::move(options)),
-      model_(std::move(model)),
       hook_comm_(world_),
-      buckets_(world_.backend()) {
+      watch_(std::move(model)),
+      buckets_(world_.backend()),
+      numbers_(world_.rank(), world_.size()) {
   const at::NoGradGuard no_grad;
-  const std::vector<NamedTensor> parameters = model_.parameters();
+  const std::vector<NamedTensor> parameters = watch_.parameters();
   if (world_.size() > 1) {
-    check_same_lines(world_, describe_all(parameters, model_.buffers(), sparse, options_),
+    check_same_lines(world_, describe_all(parameters, watch_.buffers(), sparse, options_),
                      "Models or options");
   }
   if (std::ranges::none_of(parameters,
@@ -73,13 +74,12 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
                                   parameters.size()));
   }
   add_slots(std::move(sparse));
-  has_buffers_ = !model_.buffers().empty();
+  has_buffers_ = !watch_.buffers().empty();
   if (world_.size() > 1) take_state_from(0);
   if (is_alone()) return;
 
-  for (std::size_t i = slots_.size(); i-- > 0;) {
-    if (!slots_[i].is_sparse) next_order_.push_back(i);
-  }
+  order_ = ReadyOrder(slots_);
+  numbers_.set_num_slots(slots_.size());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const at::Tensor& parameter = slots_[i].parameter;
     auto before = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
@@ -89,7 +89,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   }
 }
 
-// A hook that somebody has put another one over stays, and does nothing any more.
+// If another hook has replaced ours, leave it in place; ours becomes a no-op.
 Reducer::~Reducer() {
   for (const Slot& slot : slots_) {
     auto& hook = torch::autograd::impl::post_acc_grad_hooks(slot.parameter);
@@ -99,9 +99,9 @@ Reducer::~Reducer() {
 }
 
 void Reducer::add_slots(std::vector<std::string> sparse) {
-  for (NamedTensor& one : model_.parameters()) {
+  for (NamedTensor& one : watch_.parameters()) {
     if (!one.tensor.requires_grad()) {
-      frozen_.push_back(std::move(one));
+      watch_.add_frozen(std::move(one));
       continue;
     }
     if (!one.tensor.is_leaf() || one.tensor.layout() != at::kStrided) {
@@ -135,20 +135,20 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
 void Reducer::on_gradient(std::size_t index) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  if (phase_ != Phase::kIdle && task_.expired()) abandon();
-  if (phase_ == Phase::kIdle) begin_backward(true);
+  if (step_.phase != Phase::kIdle && step_.task.expired()) abandon();
+  if (step_.phase == Phase::kIdle) begin_backward(true);
   Slot& slot = slots_[index];
-  if (slot.parameter.is_cpu() && thread_ != std::this_thread::get_id()) {
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps, .operation = "backward"},
+  if (slot.parameter.is_cpu() && step_.thread != std::this_thread::get_id()) {
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"},
                      "Two threads run backward() of one wrapped model at the same time.\n"
                      "Run one at a time.");
   }
   // Reached, but with no gradient; or nothing of this rank counts in this step.
-  if (!slot.parameter.grad().defined() || !problem_.empty()) return;
-  if (phase_ == Phase::kLocal) {
+  if (!slot.parameter.grad().defined() || !step_.problem.empty()) return;
+  if (step_.phase == Phase::kLocal) {
     if (!slot.is_sparse && !move_in(slot)) {
       throw UsageError({.rank = world_.rank(), .operation = "backward"},
-                       std::exchange(problem_, {}));
+                       std::exchange(step_.problem, {}));
     }
     return;
   }
@@ -161,7 +161,7 @@ void Reducer::on_gradient(std::size_t index) {
     move_in(slot);
     if (!slot.has_fired) --bucket.num_pending;
   }
-  if (!slot.has_fired && !has_learnt_order_) ready_order_.push_back(index);
+  if (!slot.has_fired) order_.note(index);
   slot.has_fired = true;
   post_ready(false);
   poll();
@@ -174,47 +174,25 @@ void Reducer::begin_backward(bool is_in_engine) {
   if (is_in_engine) {
     torch::autograd::Engine::get_default_engine().queue_callback([this, task] { end_backward(); });
   }
-  task_ = task;
-  thread_ = std::this_thread::get_id();
   ++num_backwards_;
-  backward_began_ = Clock::now();
-  const std::string change = find_change();
+  const std::string change = watch_.find_change(slots_, num_local_ > 0);
   const bool is_local = *no_sync_depth_ > 0 || num_local_ + 1 < accumulate_;
   if (is_local && !change.empty()) {
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps, .operation = "backward"},
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"},
                      change);
   }
-  start_step();
-  if (is_local) {
-    phase_ = Phase::kLocal;
-    return;
-  }
-  phase_ = Phase::kSynchronised;
-  if (!change.empty()) note_problem(change);
+  begin_step(is_local ? Phase::kLocal : Phase::kSynchronised);
+  step_.task = task;
+  note_problem(change);
 }
 
 // Everything is as if nothing of this step had happened, and in the layout agreed last.
-void Reducer::start_step() {
-  if (!next_order_.empty() || buckets_.all().empty()) {
-    std::vector<SlotShape> shapes;
-    for (const Slot& slot : slots_) shapes.push_back(slot.shape);
-    const auto plans =
-        plan_buckets(shapes, next_order_, {options_.bucket_bytes, options_.first_bucket_bytes});
-    buckets_.lay_out(plans, slots_, num_control(), options_.hook != nullptr);
-    next_order_.clear();
-    ++epoch_;
-    stats_.buckets = static_cast<int>(plans.size());
-    stats_.bytes = 0;
-    for (const Bucket& bucket : buckets_.all()) {
-      stats_.bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
-    }
-  }
-  num_posted_ = 0;
-  num_completed_ = 0;
-  problem_.clear();
-  control_work_.reset();
-  first_posted_.reset();
-  bytes_sent_ = hook_comm_.bytes_sent();
+void Reducer::begin_step(Phase phase) {
+  lay_out_buckets();
+  step_ = {};
+  step_.phase = phase;
+  step_.thread = std::this_thread::get_id();
+  stats_.begin_backward(hook_comm_.bytes_sent());
   for (Slot& slot : slots_) {
     slot.has_fired = false;
     slot.is_late = false;
@@ -228,8 +206,20 @@ void Reducer::start_step() {
   }
 }
 
+void Reducer::lay_out_buckets() {
+  const std::vector<std::size_t> order = order_.take_next();
+  if (order.empty() && !buckets_.all().empty()) return;
+  std::vector<SlotShape> shapes;
+  for (const Slot& slot : slots_) shapes.push_back(slot.shape);
+  const auto plans =
+      plan_buckets(shapes, order, {options_.bucket_bytes, options_.first_bucket_bytes});
+  buckets_.lay_out(plans, slots_, numbers_.count(), options_.hook != nullptr);
+  ++epoch_;
+  stats_.set_buckets(buckets_.all());
+}
+
 void Reducer::note_problem(const std::string& problem) {
-  if (problem_.empty()) problem_ = problem;
+  if (step_.problem.empty()) step_.problem = problem;
 }
 
 // Makes .grad a view of the bucket, in one pass at most. False if it is of a kind that cannot be.
@@ -266,27 +256,27 @@ bool Reducer::move_in(Slot& slot) {
 // In plan order. The last bucket waits for the end of backward: it carries what is known only then.
 void Reducer::post_ready(bool is_end) {
   auto& buckets = buckets_.all();
-  while (num_posted_ < buckets.size()) {
-    Bucket& bucket = buckets[num_posted_];
-    const bool is_last = num_posted_ + 1 == buckets.size();
+  while (step_.num_posted < buckets.size()) {
+    Bucket& bucket = buckets[step_.num_posted];
+    const bool is_last = step_.num_posted + 1 == buckets.size();
     if (!is_end && (bucket.num_pending > 0 || is_last)) return;
     post(bucket);
-    ++num_posted_;
+    ++step_.num_posted;
   }
 }
 
 void Reducer::post(Bucket& bucket) {
-  const std::size_t index = num_posted_;
+  const std::size_t index = step_.num_posted;
   for (const std::size_t one : bucket.plan.slots) {
     Slot& slot = slots_[one];
     at::Tensor& grad = slot.parameter.mutable_grad();
-    slot.is_present = problem_.empty() && grad.defined() && move_in(slot);
+    slot.is_present = step_.problem.empty() && grad.defined() && move_in(slot);
     if (!slot.is_present) slot.view.zero_();
     grad = at::Tensor();  // until the mean is there; what autograd adds meanwhile goes elsewhere
   }
   if (weight_ != 1) bucket.flat.mul_(weight_);
   bucket.is_posted = true;
-  if (!first_posted_) first_posted_ = Clock::now();
+  stats_.post();
   try {
     if (options_.hook) {
       GradBucket view{.index = static_cast<int>(index), .epoch = epoch_, .flat = bucket.flat};
@@ -297,8 +287,8 @@ void Reducer::post(Bucket& bucket) {
       bucket.complete = options_.hook->start(std::move(view), hook_comm_);
       return;
     }
-    if (stats_.steps == 0 && index == 0 && weight_ == 1) first_gradients_ = bucket.flat.clone();
-    if (index + 1 == buckets_.all().size()) write_control();
+    if (stats_.steps() == 0 && index == 0 && weight_ == 1) first_gradients_.keep(bucket.flat);
+    if (index + 1 == buckets_.all().size()) write_numbers();
     bucket.work = start_mean(bucket.wire);
   } catch (...) {
     explain(std::current_exception(), text_of(bucket));
@@ -315,20 +305,20 @@ c10::intrusive_ptr<c10d::Work> Reducer::start_mean(const at::Tensor& tensor) {
 // Lets the engine do what has become possible. Buckets complete in the order posted.
 void Reducer::poll() {
   auto& buckets = buckets_.all();
-  while (num_completed_ < num_posted_) {
-    const auto& work = buckets[num_completed_].work;
+  while (step_.num_completed < step_.num_posted) {
+    const auto& work = buckets[step_.num_completed].work;
     if (!work || !work->isCompleted()) return;
-    ++num_completed_;
+    ++step_.num_completed;
   }
 }
 
 void Reducer::end_backward() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  if (phase_ == Phase::kLocal) {
-    phase_ = Phase::kIdle;
+  if (step_.phase == Phase::kLocal) {
+    step_ = {};
     ++num_local_;
-    for (Slot& slot : slots_) slot.fingerprint = fingerprint_of(slot.parameter);
+    ModelWatch::take_fingerprints(slots_);
     return;
   }
   finish();
@@ -337,8 +327,8 @@ void Reducer::end_backward() {
 // The last backward ended by an exception, so its step was never finished. The other ranks may wait
 // for it, or have failed as well: give them the buckets they expect, and the reason.
 void Reducer::abandon() {
-  if (phase_ == Phase::kLocal) {
-    phase_ = Phase::kIdle;
+  if (step_.phase == Phase::kLocal) {
+    step_ = {};
     return;
   }
   note_problem("Its backward() was ended by an exception in the middle.\nSee what that rank said.");
@@ -368,7 +358,7 @@ void Reducer::backward(const at::Tensor& loss) {
   // No parameter was reached: this rank has nothing to give, but the others count on it.
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  if (phase_ != Phase::kIdle) abandon();
+  if (step_.phase != Phase::kIdle) abandon();
   begin_backward(false);
   end_backward();
 }
@@ -396,7 +386,7 @@ void Reducer::join(const std::function<void()>& step) {
   if (world_.size() == 1) return;
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  if (phase_ != Phase::kIdle) abandon();
+  if (step_.phase != Phase::kIdle) abandon();
   // Whatever happens, this rank takes part again in what comes after.
   const auto leave = c10::make_scope_exit([this] { is_joined_ = needs_state_ = false; });
   needs_state_ = !step;
@@ -407,24 +397,21 @@ void Reducer::join(const std::function<void()>& step) {
       for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
       weight_ = 0;
     }
-    start_step();
-    phase_ = Phase::kSynchronised;
-    thread_ = std::this_thread::get_id();
-    backward_began_ = Clock::now();
+    begin_step(Phase::kSynchronised);
     finish();
-    if (num_active_ > 0 && step) {
+    if (numbers_.num_active() > 0 && step) {
       const at::AutoGradMode grad_mode(true);
       step();
     }
     is_joined_ = true;
-  } while (num_active_ > 0 && !must_stop_);
+  } while (numbers_.num_active() > 0 && !must_stop_);
   for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
 }
 
 void Reducer::check_replicas() {
   if (world_.size() == 1) return;
   const std::lock_guard lock(mutex_);
-  check_same_tensors(world_, state(), stats_.steps);
+  check_same_tensors(world_, state(), stats_.steps());
 }
 
 int Reducer::num_pending() const {
@@ -444,7 +431,7 @@ bool Reducer::must_stop() const {
 
 DdpStats Reducer::stats() const {
   const std::lock_guard lock(mutex_);
-  return stats_;
+  return stats_.get();
 }
 
 }  // namespace lockstep

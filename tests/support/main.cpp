@@ -1,5 +1,6 @@
 // The main of every test binary; it prints nothing of its own, since ranks run it too.
 
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -8,7 +9,8 @@
 int main(int argc, char** argv) {
   // Ranks share the machine's few cores: one thread each. OpenMP reads this when it is loaded, so
   // the ranks, which are forked from here, have it from the start.
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
+  const bool has_openmp = ::dlsym(RTLD_DEFAULT, "omp_get_max_threads") != nullptr;
+  if (has_openmp && std::getenv("OMP_NUM_THREADS") == nullptr) {
     ::setenv("OMP_NUM_THREADS", "1", 1);
     ::execv("/proc/self/exe", argv);
   }

@@ -1,17 +1,16 @@
-// The reducer's eye on the model: what a program has changed since wrapping that would lead ranks
-// apart. Each answer is the text of an error, empty if nothing has changed.
+#include "ddp/model_watch.h"
 
 #include <algorithm>
 #include <unordered_set>
 
 #include "base/hash.h"
 #include "base/text.h"
-#include "ddp/reducer.h"
 
 namespace lockstep {
+namespace {
 
 // Changes when an optimizer has stepped. Version counters do not: LibTorch's SGD writes to .data().
-std::uint64_t Reducer::fingerprint_of(const at::Tensor& tensor) {
+std::uint64_t fingerprint_of(const at::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.numel() == 0) return tensor._version();
   const std::size_t bytes =
       tensor.is_non_overlapping_and_dense() ? tensor.nbytes() : tensor.element_size();
@@ -24,9 +23,14 @@ std::uint64_t Reducer::fingerprint_of(const at::Tensor& tensor) {
   return hash;
 }
 
-// Asked at the start of each backward.
-std::string Reducer::find_change() {
-  for (const Slot& slot : slots_) {
+}  // namespace
+
+void ModelWatch::take_fingerprints(std::vector<Slot>& slots) {
+  for (Slot& slot : slots) slot.fingerprint = fingerprint_of(slot.parameter);
+}
+
+std::string ModelWatch::find_change(const std::vector<Slot>& slots, bool has_pending) const {
+  for (const Slot& slot : slots) {
     const at::Tensor& parameter = slot.parameter;
     if (!parameter.requires_grad()) {
       return text::format(
@@ -41,7 +45,7 @@ std::string Reducer::find_change() {
           "cast or replaced.\nMove and cast the model first, then wrap it.",
           slot.name);
     }
-    if (num_local_ > 0 && fingerprint_of(parameter) != slot.fingerprint) {
+    if (has_pending && fingerprint_of(parameter) != slot.fingerprint) {
       return text::format(
           "The parameter {} was changed while its gradient was not averaged yet: "
           "an optimizer stepped after a backward under no_sync() or "
@@ -60,11 +64,9 @@ std::string Reducer::find_change() {
   return {};
 }
 
-// Asked now and then: a parameter that was replaced or added shows only in the model itself, and
-// walking that takes a while.
-std::string Reducer::find_addition() {
+std::string ModelWatch::find_addition(const std::vector<Slot>& slots) const {
   std::unordered_set<const c10::TensorImpl*> known;
-  for (const Slot& slot : slots_) known.insert(slot.parameter.unsafeGetTensorImpl());
+  for (const Slot& slot : slots) known.insert(slot.parameter.unsafeGetTensorImpl());
   for (const NamedTensor& one : frozen_) known.insert(one.tensor.unsafeGetTensorImpl());
   for (const NamedTensor& one : model_.parameters()) {
     if (known.contains(one.tensor.unsafeGetTensorImpl()) || !one.tensor.requires_grad()) continue;

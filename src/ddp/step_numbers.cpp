@@ -1,0 +1,34 @@
+#include "ddp/step_numbers.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace lockstep {
+
+constexpr double kMaxMs = 60000;  // a time that fits every type of number
+
+std::int64_t StepNumbers::count() const { return present_at(num_slots_); }
+
+void StepNumbers::set_step_ms(double ms) {
+  at(time_at(rank_)) = static_cast<float>(std::min(ms, kMaxMs));
+}
+
+void StepNumbers::write_to(const at::Tensor& memory) {
+  memory.copy_(at::from_blob(values_.data(), {count()}, at::kFloat));
+}
+
+void StepNumbers::read_from(const at::Tensor& memory) {
+  at::from_blob(values_.data(), {count()}, at::kFloat).copy_(memory);
+  for (int rank = num_ranks_ - 1; rank >= 0; --rank) {
+    if (is_active(rank)) first_active_ = rank;
+  }
+}
+
+int StepNumbers::num_active() const {
+  int count = 0;
+  for (int rank = 0; rank < num_ranks_; ++rank) count += is_active(rank) ? 1 : 0;
+  return count;
+}
+
+}  // namespace lockstep
