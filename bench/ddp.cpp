@@ -1,14 +1,15 @@
-// Training steps, lockstep against what else there is: time over the limit, and peak memory.
+// Training steps, lockstep against what else there is: time over the bound, and peak memory.
 //
 //   build/release/bench/ddp [--models mlp,cnn] [--peers limit,lockstep] [--rounds N] [--json]
 //   build/release/bench/ddp --model gpt --peer lockstep [--steps N]      one run, as JSON
 //
-// Peers of 2 ranks x 1 thread: `limit` (two processes that train apart), lockstep on shared memory,
-// LibTorch's c10d::Reducer on Gloo and Python's DistributedDataParallel on Gloo, the last two with
-// and without gradient_as_bucket_view. In one process: `plain` LibTorch against a world of one.
-// Each run is a fresh set of processes; in every round all peers have one, in alternating order, so
-// that they meet the same state of the machine. Same models (models.h), batches and fused AdamW.
-// Ratios between rows of one run are results; absolute times are not.
+// Peers of 2 ranks x 1 thread: `limit` (two processes that train apart), `barrier` (the same with a
+// barrier in each step: the bound for synchronous training), lockstep on shared memory, LibTorch's
+// c10d::Reducer on Gloo and Python's DistributedDataParallel on Gloo, the last two with and without
+// gradient_as_bucket_view. In one process: `plain` LibTorch against a world of one. Each run is a
+// fresh set of processes; in every round all peers have one, in alternating order, so that they
+// meet the same state of the machine. Same models (models.h), batches and fused AdamW. Ratios
+// between rows of one run are results; absolute times are not.
 
 #include <lockstep/backend.h>
 #include <torch/version.h>
@@ -172,13 +173,13 @@ class Bench {
           std::ranges::find_if(rows, [&](const Row& one) { return name == one.peer.name; });
       return found == rows.end() ? nullptr : &*found;
     };
-    const Row* const limit = find(row.peer.ranks == 1 ? "plain" : "limit");
-    const auto over_limit = [&](double bench::Measurement::*member) -> std::optional<double> {
-      if (limit == nullptr) return {};
-      return (row.median(member) / limit->median(member) - 1) * 100;
+    const Row* const bound = find(row.peer.ranks == 1 ? "plain" : "barrier");
+    const auto over_bound = [&](double bench::Measurement::*member) -> std::optional<double> {
+      if (bound == nullptr) return {};
+      return (row.median(member) / bound->median(member) - 1) * 100;
     };
-    const auto over = over_limit(&bench::Measurement::ms_per_step);
-    const auto quiet_over = over_limit(&bench::Measurement::quiet_ms);
+    const auto over = over_bound(&bench::Measurement::ms_per_step);
+    const auto quiet_over = over_bound(&bench::Measurement::quiet_ms);
     const Row* const lockstep = row.peer.ranks == 1 ? nullptr : find("lockstep");
     const double ms = row.ms_per_step();
     const double quiet_ms = row.median(&bench::Measurement::quiet_ms);
@@ -188,12 +189,12 @@ class Bench {
     if (options_.is_json) {
       nlohmann::json object = {{"bench", "ddp"},        {"model", model},
                                {"peer", row.peer.name}, {"ranks", row.peer.ranks},
-                               {"ms_per_step", ms},     {"over_limit", nullptr},
-                               {"quiet_ms", quiet_ms},  {"quiet_over_limit", nullptr},
+                               {"ms_per_step", ms},     {"over_bound", nullptr},
+                               {"quiet_ms", quiet_ms},  {"quiet_over_bound", nullptr},
                                {"mean_ms", mean_ms},    {"vs_lockstep", nullptr},
                                {"peak_mb", peak_mb},    {"wrong", nullptr}};
-      if (over) object["over_limit"] = *over;
-      if (quiet_over) object["quiet_over_limit"] = *quiet_over;
+      if (over) object["over_bound"] = *over;
+      if (quiet_over) object["quiet_over_bound"] = *quiet_over;
       if (lockstep != nullptr) object["vs_lockstep"] = ms / lockstep->ms_per_step();
       if (row.peer.has_replicas) object["wrong"] = row.wrong();
       text::print("{}\n", object.dump());
@@ -234,8 +235,8 @@ class Bench {
     }
     text::print(".\n");
     text::print(
-        "# ms_per_step: median of a run's steps, slowest rank, median over rounds; over_limit: "
-        "against `limit`, with one rank against `plain`.\n"
+        "# ms_per_step: median of a run's steps, slowest rank, median over rounds; over_bound: "
+        "against `barrier`, with one rank against `plain`.\n"
         "# quiet_ms: the same with the 2nd percentile of steps: what it costs where nothing else "
         "runs. A step that waits for all ranks is as slow as the one that is disturbed.\n"
         "# vs_lockstep: how many times lockstep's time. peak_mb: resident memory of the largest "
@@ -243,7 +244,7 @@ class Bench {
     const auto line = [](auto... column) {
       text::print("#{:<7}{:<19}{:>5}{:>13}{:>12}{:>11}{:>12}{:>13}{:>10}{:>7}\n", column...);
     };
-    line("model", "peer", "ranks", "ms_per_step", "over_limit", "quiet_ms", "over_limit",
+    line("model", "peer", "ranks", "ms_per_step", "over_bound", "quiet_ms", "over_bound",
          "vs_lockstep", "peak_mb", "wrong");
     line("", "", "", "(ms)", "(%)", "(ms)", "(%)", "(x)", "(MB)", "");
     std::fflush(stdout);

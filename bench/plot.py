@@ -55,14 +55,14 @@ def steps(rows, folder):
         heights = []
         for model in models:
             times = {row["peer"]: row["ms_per_step"] for row in rows if row["model"] == model}
-            heights.append(times.get(peer, 0) / times["limit"] if "limit" in times else 0)
+            heights.append(times.get(peer, 0) / times["barrier"] if "barrier" in times else 0)
         spots = [index + (place - 1) * 0.27 for index in range(len(models))]
         bars = axes.bar(spots, heights, 0.25, label=label, color=COLOURS[colour])
         axes.bar_label(bars, fmt="%.2f", fontsize=7)
     names = {"mlp": "MLP, 85 k", "cnn": "CNN, 1.2 M", "gpt": "GPT, 10.8 M", "gpt2": "GPT-2, 124 M"}
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(models)), [names[model] for model in models])
-    axes.set(ylabel="times no communication", title="A training step on 2 ranks of one host: 1 is the limit")
+    axes.set(ylabel="times the bound", title="A training step on 2 ranks of one host: 1 is a bare barrier")
     axes.grid(axis="x", visible=False)
     axes.legend(frameon=False)
     save(figure, folder, "steps.svg")

@@ -38,6 +38,9 @@ class Training {
       DdpOptions options;
       if (run.peer == "lockstep_bf16") options.hook = bf16_hook();
       ddp_.emplace(workload_.model, *world_, options);
+    } else if (run.peer == "barrier") {
+      world_ = World::join();
+      has_barrier_ = true;
     } else if (run.peer == "c10d_reducer" || run.peer == "c10d_reducer_view") {
       world_ = World::join({.engine = "gloo"});
       reducer_.emplace(*world_, parameters_, run.peer == "c10d_reducer_view");
@@ -51,6 +54,7 @@ class Training {
     if (reducer_) reducer_->before_backward();
     loss.backward();
     optimizer_.step();
+    if (has_barrier_) world_->barrier();
   }
 
   std::int64_t count_parameters() const {
@@ -61,7 +65,7 @@ class Training {
 
   // Elements that differ from rank 0's. Bits are compared: a NaN equals itself, 0 differs from -0.
   std::int64_t count_wrong() const {
-    if (!world_) return 0;
+    if (!ddp_ && !reducer_) return 0;
     std::int64_t wrong = 0;
     for (const at::Tensor& parameter : parameters_) {
       const auto mine = parameter.detach();
@@ -76,6 +80,7 @@ class Training {
   std::vector<at::Tensor> parameters_;
   optim::AdamW optimizer_;
   std::optional<World> world_;
+  bool has_barrier_ = false;
   std::optional<DistributedDataParallel> ddp_;
   std::optional<C10dReducer> reducer_;
 };

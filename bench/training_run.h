@@ -36,10 +36,15 @@ struct Peer {
   int ranks;
   bool has_replicas;  // that ought to be equal at the end
 };
-inline constexpr Peer kPeers[] = {{"limit", 2, false},       {"lockstep", 2, true},
-                                  {"c10d_reducer", 2, true}, {"c10d_reducer_view", 2, true},
-                                  {"python_ddp", 2, true},   {"python_ddp_view", 2, true},
-                                  {"plain", 1, false},       {"world_of_one", 1, false}};
+inline constexpr Peer kPeers[] = {{"limit", 2, false},
+                                  {"barrier", 2, false},
+                                  {"lockstep", 2, true},
+                                  {"c10d_reducer", 2, true},
+                                  {"c10d_reducer_view", 2, true},
+                                  {"python_ddp", 2, true},
+                                  {"python_ddp_view", 2, true},
+                                  {"plain", 1, false},
+                                  {"world_of_one", 1, false}};
 
 // A rank of a C++ peer: trains and prints its measurement.
 void be_rank(const TrainingRun& run);

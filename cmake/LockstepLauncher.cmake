@@ -19,7 +19,7 @@ foreach(source args connection coordinator cores doctor event_loop guard host in
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)
-target_link_libraries(lockstep_launcher PUBLIC lockstep_archive lockstep_base OpenSSL::SSL
+target_link_libraries(lockstep_launcher PUBLIC lockstep_launch lockstep_archive lockstep_base OpenSSL::SSL
                       nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11)
 # What `lockstep doctor` says of this build.
 get_property(table GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE)

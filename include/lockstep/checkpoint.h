@@ -53,7 +53,7 @@ enum class Writers {
 
 struct CheckpointOptions {
   int keep_last = 3;   // checkpoints that stay; 0: all
-  int keep_every = 0;  // besides, every so many-th stays for good; 0: none
+  int keep_every = 0;  // also keep every n-th checkpoint for ever; 0: none
   Writers writers = Writers::kEachRank;
 };
 

@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-// How many of how many, over all ranks: exact also if ranks have different numbers of samples.
+// The fraction correct over all ranks: exact also if ranks have different numbers of samples.
 class LOCKSTEP_API Accuracy {
  public:
   // `scores`: a row for each sample, the largest is the answer; `targets`: the right ones.

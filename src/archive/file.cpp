@@ -47,7 +47,7 @@ void FileWriter::write(std::string_view bytes) {
 
 FileRecord FileWriter::finish() {
   if (::fsync(file_.get()) != 0) {
-    throw_errno(text::format("cannot bring {} to the disk", path_), kDiskAdvice);
+    throw_errno(text::format("cannot fsync {}", path_), kDiskAdvice);
   }
   // Some file systems, NFS among them, report here that they had no room.
   if (::close(file_.release()) != 0 && errno != EINTR) {
@@ -66,7 +66,7 @@ FileRecord write_file(const std::string& folder, const std::string& name, std::s
 void sync_folder(const std::string& folder) {
   const Fd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd || ::fsync(fd.get()) != 0) {
-    throw_errno(text::format("cannot bring the folder {} to the disk", folder), kDiskAdvice);
+    throw_errno(text::format("cannot fsync the folder {}", folder), kDiskAdvice);
   }
 }
 

@@ -1,4 +1,4 @@
-// Files that are whole or not there: written with a checksum and brought to the disk, read in
+// Files that are whole or not there: written with a checksum and fsynced, read in
 // pieces.
 #pragma once
 
@@ -26,7 +26,7 @@ class FileWriter {
  public:
   FileWriter(const std::string& folder, const std::string& name);
   void write(std::string_view bytes);
-  FileRecord finish();  // brings it to the disk
+  FileRecord finish();  // with fsync
 
  private:
   std::string path_;
@@ -37,7 +37,7 @@ class FileWriter {
 
 FileRecord write_file(const std::string& folder, const std::string& name, std::string_view bytes);
 
-// Brings a folder's list of names to the disk.
+// fsync of a folder: of its list of names.
 void sync_folder(const std::string& folder);
 
 class FileReader {

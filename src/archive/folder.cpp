@@ -62,7 +62,7 @@ CheckpointName parse_name(const std::string& text) {
   return name;
 }
 
-// With its parents, whose lists of names are brought to the disk.
+// With its parents, which are fsynced.
 void make_folder(const std::string& path) {
   const fs::path whole = fs::absolute(path);
   std::error_code error;

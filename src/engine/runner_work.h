@@ -1,6 +1,6 @@
 // Work of a TensorEngine: one or several operations that a caller waits for as one.
 //
-// It moves on in isCompleted() and wait(), on the caller's thread. Only futures that somebody asks
+// It moves on in isCompleted() and wait(), on the caller's thread. Only futures that a caller asks
 // for are completed by a thread, which is started with the first of them.
 // Threading: any thread may call.
 #pragma once
@@ -21,7 +21,7 @@ namespace lockstep {
 
 class RunnerWork;
 
-// Completes the futures that somebody asked for. Its thread never throws: what goes wrong is
+// Completes the futures that callers asked for. Its thread never throws: what goes wrong is
 // stored in the future.
 class FutureDriver {
  public:

@@ -124,7 +124,7 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
       connection->close();
     }
   } else if (type == "cause") {
-    report(message.at("cause").get<Cause>());
+    report(message.at("cause").get<StopCause>());
   } else if (type == "end") {
     on_end(found->first, message.at("end").get<End>());
   } else if (type == "kill") {
@@ -189,7 +189,7 @@ void Coordinator::start(int generation) {
   host_.start({generation, 0, world_size});
 }
 
-void Coordinator::report(const Cause& cause) {
+void Coordinator::report(const StopCause& cause) {
   if (is_finished_) return;
   if (cause_) {  // the first one counts; but who wants the job to stop wants no restart either
     if (cause.is_interrupt) cause_->may_restart = false;
@@ -232,7 +232,7 @@ void Coordinator::on_end(int host_rank, End end) {
   decide();
 }
 
-// When all hosts are rid of the generation.
+// When all hosts report that their ranks have ended.
 void Coordinator::decide() {
   if (is_finished_ ||
       !std::ranges::all_of(members_, [](const auto& one) { return one.second.has_ended; })) {
@@ -262,7 +262,7 @@ void Coordinator::decide() {
   });
 }
 
-void Coordinator::finish(const std::optional<Cause>& cause) {
+void Coordinator::finish(const std::optional<StopCause>& cause) {
   is_finished_ = true;
   for (auto& [_, member] : members_) {
     if (!member.connection) continue;
@@ -318,8 +318,8 @@ void Coordinator::look_around() {
   if (EventLoop::Clock::now() - began_ < options_.join_timeout) return;
   report({.host_rank = 0,
           .host = host_name(),
-          .text = text::format("waited {:.0f} s for host {}, in vain", seconds_since(began_),
-                               text::join(missing, ", ")),
+          .text = text::format("timed out after {:.0f} s waiting for host {}",
+                               seconds_since(began_), text::join(missing, ", ")),
           .advice = "Start lockstep run there with the same --master and --hosts, or raise "
                     "--join-timeout.",
           .code = 1,

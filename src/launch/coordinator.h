@@ -48,7 +48,7 @@ class Coordinator : public Leader {
   Coordinator(EventLoop& loop, Output& output, Host& host, const RunOptions& options);
   ~Coordinator() override;
 
-  void report(const Cause& cause) override;
+  void report(const StopCause& cause) override;
   void report_end(End end) override { on_end(0, end); }
   void kill_all() override;
   void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
@@ -75,7 +75,7 @@ class Coordinator : public Leader {
   void start(int generation);
   void look_around();
   void decide();
-  void finish(const std::optional<Cause>& cause);
+  void finish(const std::optional<StopCause>& cause);
 
   EventLoop& loop_;
   Output& output_;
@@ -95,7 +95,7 @@ class Coordinator : public Leader {
   int generation_ = -1;  // none has started
   End end_ = End::kOk;   // of all ranks of this generation, so far
   bool is_finished_ = false;
-  std::optional<Cause> cause_;
+  std::optional<StopCause> cause_;
 };
 
 // The other hosts' side: a connection to the Coordinator.
@@ -104,7 +104,7 @@ class RemoteLeader : public Leader {
   RemoteLeader(EventLoop& loop, Output& output, Host& host, const RunOptions& options);
   ~RemoteLeader() override;
 
-  void report(const Cause& cause) override;
+  void report(const StopCause& cause) override;
   void report_end(End end) override;
   void kill_all() override;
   void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
@@ -128,8 +128,8 @@ class RemoteLeader : public Leader {
   bool has_started_ = false;
   bool has_said_waiting_ = false;
   std::string last_reason_;
-  std::optional<Cause> reported_;  // of this generation
-  std::optional<Cause>
+  std::optional<StopCause> reported_;  // of this generation
+  std::optional<StopCause>
       lost_;  // what to finish with when the ranks are gone: nobody decides any more
   bool is_running_ = false;
   std::map<std::int64_t, std::function<void(const Json&)>> questions_;

@@ -20,7 +20,7 @@ void EventLoop::run_once(std::chrono::milliseconds longest) {
   for (const auto& [fd, watch] : watches_) ready.push_back({fd, watch.events, 0});
   auto wait = longest;
   if (!timers_.empty()) {
-    // Rounded up: a moment too early would only turn the loop in vain.
+    // Rounded up: waking a moment too early would only cost time.
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(timers_.begin()->first.first - Clock::now());
     wait = std::clamp(left, std::chrono::milliseconds(0), longest);

@@ -57,17 +57,16 @@ std::string advice_for(const ExitStatus& status) {
 std::map<std::string, std::string> place_variables(const RunOptions& options,
                                                    const Generation& generation, int local_rank,
                                                    int master_port) {
-  const bool is_one_host = options.num_hosts == 1;
-  return {{"RANK", std::to_string(generation.first_rank + local_rank)},
-          {"WORLD_SIZE", std::to_string(generation.world_size)},
-          {"LOCAL_RANK", std::to_string(local_rank)},
-          {"LOCAL_WORLD_SIZE", std::to_string(options.num_ranks)},
-          {"GROUP_RANK", std::to_string(options.host_rank)},
-          {"GROUP_WORLD_SIZE", std::to_string(options.num_hosts)},
-          {"MASTER_ADDR", is_one_host ? "127.0.0.1" : options.master_host},
-          {"MASTER_PORT", std::to_string(master_port)},
-          {"TORCHELASTIC_RESTART_COUNT", std::to_string(generation.number)},
-          {"TORCHELASTIC_MAX_RESTARTS", std::to_string(options.max_restarts)}};
+  return variables_of({.rank = generation.first_rank + local_rank,
+                       .world_size = generation.world_size,
+                       .local_rank = local_rank,
+                       .local_size = options.num_ranks,
+                       .host_rank = options.host_rank,
+                       .num_hosts = options.num_hosts,
+                       .master_host = options.num_hosts == 1 ? "127.0.0.1" : options.master_host,
+                       .master_port = master_port,
+                       .restart = generation.number,
+                       .max_restarts = options.max_restarts});
 }
 
 Host::Host(EventLoop& loop, Output& output, const RunOptions& options)
@@ -128,8 +127,7 @@ void Host::start_rank(int local_rank, const Share& share) {
   }
   Fd socket;
   if (options_.num_hosts == 1) {
-    command.variables["LOCKSTEP_STORE"] = text::format("fd:{}", store_.get());
-    command.inherited_fds = {store_.get()};
+    pass_store(command, store_.get());
   } else {
     std::array<int, 2> ends{};
     if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) {
@@ -201,7 +199,7 @@ void Host::on_end(Rank& rank) {
   leader_->report(cause_at(rank));
 }
 
-Cause Host::cause_at(const Rank& rank) const {
+StopCause Host::cause_at(const Rank& rank) const {
   const double seconds = std::chrono::duration<double>(Clock::now() - began_).count();
   if (has_saved(*rank.end)) {
     // The others are leaving as well: they need no signal, only time.
@@ -255,7 +253,7 @@ void Host::pass_on(int signal) {
   }
 }
 
-void Host::stop(const Cause& cause) {
+void Host::stop(const StopCause& cause) {
   if (cause_) return;
   cause_ = cause;
   if (!is_running_) return;
@@ -297,7 +295,7 @@ void Host::interrupt(int signal) {
        .may_restart = false});
 }
 
-std::string Host::describe(const Cause& cause) const {
+std::string Host::describe(const StopCause& cause) const {
   const bool is_here = cause.host_rank == options_.host_rank;
   const std::string where =
       options_.num_hosts == 1 ? "" : text::format(" of host {} ({})", cause.host_rank, cause.host);
@@ -334,12 +332,12 @@ std::string Host::describe(const Cause& cause) const {
   return text;
 }
 
-void Host::restart_in(std::chrono::milliseconds delay, int restart, const Cause& cause) {
+void Host::restart_in(std::chrono::milliseconds delay, int restart, const StopCause& cause) {
   output_.say(text::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(cause), restart,
                            options_.max_restarts, std::chrono::duration<double>(delay).count()));
 }
 
-void Host::finish(const std::optional<Cause>& cause) {
+void Host::finish(const std::optional<StopCause>& cause) {
   exit_code_ = cause ? cause->code : 0;
   if (!cause) return;
   output_.say(text::format("{}\nlockstep: exit code {}", describe(*cause), *exit_code_));

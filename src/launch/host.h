@@ -25,9 +25,9 @@ class Host {
 
   // What the leader says.
   void start(const Generation& generation);
-  void stop(const Cause& cause);
-  void restart_in(std::chrono::milliseconds delay, int restart, const Cause& cause);
-  void finish(const std::optional<Cause>& cause);
+  void stop(const StopCause& cause);
+  void restart_in(std::chrono::milliseconds delay, int restart, const StopCause& cause);
+  void finish(const std::optional<StopCause>& cause);
 
   // What the user says.
   void pass_on(int signal);    // to the ranks, no more
@@ -52,8 +52,8 @@ class Host {
   void on_end(Rank& rank);
   void on_all_ended();
   void signal_all(int signal);
-  Cause cause_at(const Rank& rank) const;
-  std::string describe(const Cause& cause) const;
+  StopCause cause_at(const Rank& rank) const;
+  std::string describe(const StopCause& cause) const;
 
   EventLoop& loop_;
   Output& output_;
@@ -66,7 +66,7 @@ class Host {
   Clock::time_point began_;
   std::vector<Rank> ranks_;
   bool is_running_ = false;
-  std::optional<Cause> cause_;
+  std::optional<StopCause> cause_;
   std::optional<EventLoop::Timer> kill_timer_;
   int num_interrupts_ = 0;
   Clock::time_point last_interrupt_;

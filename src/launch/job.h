@@ -17,7 +17,7 @@ struct Generation {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, number, first_rank, world_size)
 
 // Why a job has to stop: the first thing that happened.
-struct Cause {
+struct StopCause {
   int host_rank = 0;
   std::string host = {};
   int rank = -1;          // -1: no rank, but the host itself
@@ -29,7 +29,7 @@ struct Cause {
   bool may_restart = true;
   std::vector<std::string> last_lines = {};
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Cause, host_rank, host, rank, text, advice, code, signal,
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StopCause, host_rank, host, rank, text, advice, code, signal,
                                    is_interrupt, may_restart, last_lines)
 
 // How the ranks of a host, or of all, have ended; the worst of them counts.
@@ -40,7 +40,7 @@ class Leader {
  public:
   virtual ~Leader() = default;
   // The ranks of this host must stop, or are stopping already, for this reason.
-  virtual void report(const Cause& cause) = 0;
+  virtual void report(const StopCause& cause) = 0;
   // All ranks of all hosts are to be killed at once.
   virtual void kill_all() = 0;
   // All processes of the generation are gone from this host.

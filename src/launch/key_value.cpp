@@ -53,7 +53,9 @@ Json KeyValue::try_to_answer(const Json& request) {
     if (!held.empty() && read.ptr != begin + held.size()) {
       throw Json::other_error::create(500, "the value of " + key() + " is no number", &request);
     }
-    sum += more;
+    if (__builtin_add_overflow(sum, more, &sum)) {
+      throw Json::other_error::create(500, "the sum of " + key() + " is too large", &request);
+    }
     const std::string text = std::to_string(sum);
     held.assign(text.begin(), text.end());
     return sum;

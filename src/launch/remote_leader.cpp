@@ -62,15 +62,15 @@ void RemoteLeader::on_message(const Json& message) {
     is_running_ = true;
     host_.start(message.at("generation").get<Generation>());
   } else if (type == "stop") {
-    host_.stop(message.at("cause").get<Cause>());
+    host_.stop(message.at("cause").get<StopCause>());
   } else if (type == "restart") {
     host_.restart_in(std::chrono::seconds(message.at("seconds").get<int>()),
-                     message.at("restart").get<int>(), message.at("cause").get<Cause>());
+                     message.at("restart").get<int>(), message.at("cause").get<StopCause>());
     reported_.reset();
   } else if (type == "finish") {
     connection_->close();
     const Json& cause = message.at("cause");
-    host_.finish(cause.is_null() ? std::nullopt : std::optional(cause.get<Cause>()));
+    host_.finish(cause.is_null() ? std::nullopt : std::optional(cause.get<StopCause>()));
   } else if (type == "answer") {
     const auto found = questions_.find(message.at("id").get<std::int64_t>());
     if (found == questions_.end()) return;
@@ -102,17 +102,17 @@ void RemoteLeader::on_lost(const std::string& reason) {
 void RemoteLeader::fail(const std::string& text, int code) {
   if (connection_) connection_->close();
   // What went wrong here before is the better explanation.
-  lost_ = reported_.value_or(Cause{.host_rank = options_.host_rank,
-                                   .host = host_name(),
-                                   .text = text,
-                                   .code = code,
-                                   .signal = SIGTERM,
-                                   .may_restart = false});
+  lost_ = reported_.value_or(StopCause{.host_rank = options_.host_rank,
+                                       .host = host_name(),
+                                       .text = text,
+                                       .code = code,
+                                       .signal = SIGTERM,
+                                       .may_restart = false});
   host_.stop(*lost_);
   if (!is_running_) host_.finish(lost_);
 }
 
-void RemoteLeader::report(const Cause& cause) {
+void RemoteLeader::report(const StopCause& cause) {
   host_.stop(cause);  // at once, whatever host 0 says
   if (lost_) return;
   if (!reported_) reported_ = cause;

@@ -23,7 +23,7 @@ class Calls {
   std::lock_guard<std::mutex> lock_;
 };
 
-// Initialises MPI, unless somebody has; then it is finalised when the process exits.
+// Initialises MPI, unless it is; then it is finalised when the process exits.
 // Throws UsageError if MPI allows too few threads, or has ended.
 void initialize(int rank);
 
@@ -56,7 +56,7 @@ class Communicator {
   MPI_Comm handle_ = MPI_COMM_NULL;
 };
 
-// While it lives, errors on somebody else's communicator return.
+// While it lives, errors on a communicator of others return.
 class ErrorsReturn {
  public:
   explicit ErrorsReturn(MPI_Comm communicator);
