@@ -14,11 +14,12 @@ if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args connection coordinator cores doctor event_loop guard host inspect key_value output remote_leader
+foreach(source args cbor connection coordinator cores doctor event_loop guard host inspect key_value output remote_leader
         run tls)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)
+target_compile_options(lockstep_launcher PRIVATE $<$<CONFIG:Release>:-O1>)  # it waits; JSON compiles for long
 target_link_libraries(lockstep_launcher PUBLIC lockstep_launch lockstep_archive lockstep_base OpenSSL::SSL
                       nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11)
 # What `lockstep doctor` says of this build.

@@ -5,7 +5,7 @@
 
 file(WRITE ${PROJECT_BINARY_DIR}/modules.txt "")
 
-# fmt's headers, of which base/text.cpp is the only user. LibTorch may bring its own ones, of another
+# fmt's headers, which base/text.cpp instantiates for all. LibTorch may bring its own ones, of another
 # version, in a folder that its users see first: then all of lockstep uses those.
 function(lockstep_find_fmt target)
   set(of_torch ${LOCKSTEP_TORCH_ROOT}/include/fmt)
@@ -31,12 +31,13 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   target_compile_options(lockstep_flags INTERFACE -Wno-restrict)
 endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
-  target_compile_options(lockstep_flags INTERFACE -Wthread-safety)
+  target_compile_options(lockstep_flags INTERFACE -Werror=thread-safety)
 endif()
 if(LOCKSTEP_SANITIZE)
   target_compile_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE}
                          -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_link_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE})
+  target_compile_definitions(lockstep_flags INTERFACE LOCKSTEP_SANITIZED)  # tests of sizes ask
 endif()
 target_link_libraries(lockstep_flags INTERFACE Threads::Threads)
 lockstep_find_fmt(lockstep_flags)
@@ -46,7 +47,8 @@ lockstep_find_fmt(lockstep_flags)
 function(lockstep_compile_as_ours target)
   cmake_parse_arguments(arg "TORCH;TEST" "" "" ${ARGN})
   set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden
-                        VISIBILITY_INLINES_HIDDEN ON CXX_EXTENSIONS OFF)
+                        VISIBILITY_INLINES_HIDDEN ON CXX_EXTENSIONS OFF
+                        UNITY_BUILD ${LOCKSTEP_UNITY})
   target_compile_options(${target} PRIVATE -fPIC)  # programs too: -fPIE has other precompiled headers
   target_include_directories(${target} PUBLIC
                              $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>)
@@ -107,11 +109,15 @@ function(lockstep_kernels target source)
     set(avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mf16c -mprefer-vector-width=512)
     list(APPEND sets avx2 avx512)
   endif()
+  set(options -O3 -ffp-contract=off)
+  if(LOCKSTEP_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+    list(APPEND options -Wno-pass-failed)  # checks of addresses stand in the way of vectors
+  endif()
   foreach(name ${sets})
     set(copy ${PROJECT_BINARY_DIR}/kernels_${name}.cpp)
     file(CONFIGURE OUTPUT ${copy} CONTENT "#include \"${PROJECT_SOURCE_DIR}/${source}\"\n")
     set_source_files_properties(${copy} PROPERTIES COMPILE_DEFINITIONS LOCKSTEP_KERNEL=reduce_${name}
-      COMPILE_OPTIONS "-O3;-ffp-contract=off;${${name}}")
+      COMPILE_OPTIONS "${options};${${name}}")
     target_sources(${target} PRIVATE ${copy})
   endforeach()
 endfunction()

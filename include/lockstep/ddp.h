@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,6 +42,7 @@ namespace lockstep {
 enum class BufferSync { kFromRank0, kMean, kOff };
 
 struct DdpOptions {
+  std::string name = {};  // of the model, for errors of programs with several
   std::size_t bucket_bytes = 25 << 20;
   std::size_t first_bucket_bytes = 1 << 20;  // small, so that communication begins early
   // kFromRank0 keeps what rank 0's data says of running means: see kMean, or SyncBatchNorm.
@@ -50,6 +52,9 @@ struct DdpOptions {
   // Names of parameters whose gradients are sparse, besides those of nn::Embedding and
   // nn::EmbeddingBag with sparse(true), which are found.
   std::vector<std::string> sparse = {};
+  // Names of modules, parameters or buffers that stay this rank's own: they are neither averaged
+  // nor compared. "encoder" stands for all of encoder.*
+  std::vector<std::string> ignored = {};
 };
 
 struct NamedTensor {
@@ -102,6 +107,9 @@ class LOCKSTEP_API DistributedDataParallel {
                                         World world, DdpOptions options = {})
       : DistributedDataParallel(std::shared_ptr<torch::nn::Module>(model.ptr()), std::move(world),
                                 std::move(options)) {}
+  // For a model that is held by value. Requires: it lives longer than this.
+  [[nodiscard]] DistributedDataParallel(torch::nn::Module& model, World world,
+                                        DdpOptions options = {});
   // For programs without a torch::nn::Module. Tensors that do not require a gradient are only sent.
   [[nodiscard]] DistributedDataParallel(std::vector<NamedTensor> parameters, World world,
                                         DdpOptions options = {},
@@ -109,14 +117,19 @@ class LOCKSTEP_API DistributedDataParallel {
   DistributedDataParallel(DistributedDataParallel&&) noexcept = default;
   DistributedDataParallel& operator=(DistributedDataParallel&&) noexcept = default;
 
-  // loss.backward(), for losses that may reach no parameter on some rank: every rank takes part.
-  void backward(const at::Tensor& loss);
+  // loss.backward(...), for losses that may reach no parameter on some rank: every rank takes part.
+  void backward(const at::Tensor& loss, const at::Tensor& gradient = {},
+                std::optional<bool> retain_graph = std::nullopt, bool create_graph = false);
 
   // Backwards keep their gradients local until the result is gone: `auto guard = ddp.no_sync();`
   [[nodiscard]] NoSync no_sync();
   // From now on every k-th backward averages, the others add up locally: divide each loss by k for
-  // a mean over all of them.
+  // a mean over all of them. Counting begins anew: call it at the start of an epoch whose length
+  // may be no multiple of k, or discard() what is pending at its end.
   void accumulate(int k);
+  // Drops gradients that were added up locally and not averaged yet: .grad of all parameters is
+  // empty, and the next backward is the first of its k. Not collective, but all ranks must do it.
+  void discard();
 
   // The number of samples behind the gradients of the next synchronised backward, so that ranks
   // with uneven batches have the mean over all samples. Without this call every rank has weight 1.
@@ -128,6 +141,11 @@ class LOCKSTEP_API DistributedDataParallel {
   // replica goes on like the others; without it the last rank's parameters and buffers are sent to
   // all at the end, and states of optimizers differ. Returns early if must_stop() becomes true.
   void join(const std::function<void()>& step = {});
+
+  // After parameters were frozen, unfrozen, added or moved: as if the model were wrapped again.
+  // Collective: every rank gets rank 0's parameters and buffers. accumulate() and stop_when() stay.
+  // Throws: as the constructor; UsageError if gradients are pending.
+  void rewrap();
 
   // Compares all replicas now. Collective.
   // Throws: MismatchError that names the first tensor and the ranks that differ.
@@ -145,6 +163,7 @@ class LOCKSTEP_API DistributedDataParallel {
   DdpStats stats() const;
 
  private:
+  std::function<std::unique_ptr<Reducer, ReducerDeleter>()> make_;
   std::unique_ptr<Reducer, ReducerDeleter> reducer_;
 };
 

@@ -85,7 +85,9 @@ class LOCKSTEP_API Schedule {
     std::vector<double> base_lrs = {};
   };
   State state() const { return {steps_, base_lrs_}; }
-  void load_state(const State& state);
+  // Throws: UsageError if it is of a run with other groups.
+  void check_state(const State& state) const;
+  void load_state(const State& state);  // throws as check_state()
 
  private:
   void apply();

@@ -58,8 +58,9 @@ class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> 
 
   std::size_t num_samples() const;  // of the data set
   std::int64_t epoch() const;
-  void set_epoch(std::int64_t epoch);    // from its beginning
-  std::size_t samples_per_rank() const;  // in what is left of the epoch at its last reset
+  void set_epoch(std::int64_t epoch);     // from its beginning
+  std::size_t samples_per_rank() const;   // in what is left of the epoch at its last reset
+  std::size_t samples_per_epoch() const;  // of this rank, in a whole one
 
   // The state after what next() has given out. A data loader draws ahead: then say how many samples
   // of this epoch this rank has really used since the last reset.
@@ -82,6 +83,7 @@ class LOCKSTEP_API EvalSampler : public torch::data::samplers::Sampler<> {
 
   void reset(std::optional<std::size_t> num_samples = std::nullopt) override;
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
+  std::size_t num_samples() const { return num_samples_; }  // of the data set
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -3,10 +3,11 @@
 #include <lockstep/amp.h>
 #include <lockstep/error.h>
 
+#include <algorithm>
 #include <cmath>
-#include <map>
 
 #include "base/text.h"
+#include "ddp/gradient_hook.h"
 
 namespace lockstep {
 
@@ -44,17 +45,23 @@ GradScaler::GradScaler(World world, const ScalerOptions& options)
   }
 }
 
-at::Tensor GradScaler::scale(const at::Tensor& loss) const { return loss * scale_; }
+at::Tensor GradScaler::scale(const at::Tensor& loss) const {
+  return options_.enabled ? loss * scale_ : loss;
+}
 
 void GradScaler::unscale(torch::optim::Optimizer& optimizer) {
-  if (unscaled_ != nullptr) {
+  if (!options_.enabled) return;
+  if (unscaled_.contains(&optimizer)) {
     throw UsageError({.rank = world_.rank(), .operation = "GradScaler"},
-                     "unscale() was called twice for one step.\nCall update() after each step().");
+                     "unscale() was called twice for one step of an optimizer, or after its "
+                     "step().\nCall update() once after the steps of all optimizers.");
   }
   const at::NoGradGuard no_grad;
   std::map<std::pair<at::ScalarType, at::DeviceType>, std::vector<at::Tensor>> gradients;
+  bool is_averaged = true;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
+      is_averaged &= !parameter.requires_grad() || GradientHook::is_on(parameter);
       at::Tensor gradient = parameter.grad();
       if (!gradient.defined()) continue;
       if (gradient.is_sparse()) gradient = gradient._values();
@@ -69,24 +76,38 @@ void GradScaler::unscale(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(list, is_bad, inverse);
     found = std::max(found, is_bad.item<float>());
   }
-  has_overflow_ = world_.all_reduce(at::tensor(found), ReduceOp::MAX).item<float>() > 0;
-  unscaled_ = &optimizer;
+  if (!is_averaged) found = world_.all_reduce(at::tensor(found), ReduceOp::MAX).item<float>();
+  unscaled_[&optimizer] = {.has_overflow = found > 0};
 }
 
 bool GradScaler::step(torch::optim::Optimizer& optimizer) {
-  if (unscaled_ == nullptr) unscale(optimizer);
-  if (has_overflow_) return false;
+  if (!options_.enabled) {
+    optimizer.step();
+    return true;
+  }
+  if (!unscaled_.contains(&optimizer)) unscale(optimizer);
+  Progress& progress = unscaled_.at(&optimizer);
+  if (progress.has_stepped) {
+    throw UsageError({.rank = world_.rank(), .operation = "GradScaler"},
+                     "step() was called twice for an optimizer.\nCall update() once after the "
+                     "steps of all optimizers.");
+  }
+  progress.has_stepped = true;
+  if (progress.has_overflow) return false;
   optimizer.step();
   return true;
 }
 
 void GradScaler::update() {
-  if (unscaled_ == nullptr) {
+  if (!options_.enabled) return;
+  if (unscaled_.empty()) {
     throw UsageError({.rank = world_.rank(), .operation = "GradScaler"},
                      "update() was called, but no step().\nCall step(optimizer) first.");
   }
-  unscaled_ = nullptr;
-  if (has_overflow_) {
+  const bool has_overflow =
+      std::ranges::any_of(unscaled_, [](const auto& one) { return one.second.has_overflow; });
+  unscaled_.clear();
+  if (has_overflow) {
     scale_ *= options_.backoff;
     good_steps_ = 0;
     ++skipped_;
@@ -96,15 +117,20 @@ void GradScaler::update() {
   }
 }
 
-void GradScaler::load_state(const State& state) {
+void GradScaler::check_state(const State& state) const {
   if (!(state.scale > 0) || !std::isfinite(state.scale)) {
     throw UsageError(
         {.rank = world_.rank(), .operation = "GradScaler"},
         text::format("The state has the scale {}.\nIt must be positive.", state.scale));
   }
+}
+
+void GradScaler::load_state(const State& state) {
+  check_state(state);
   scale_ = state.scale;
   good_steps_ = state.good_steps;
   skipped_ = state.skipped;
+  unscaled_.clear();
 }
 
 }  // namespace lockstep

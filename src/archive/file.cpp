@@ -144,14 +144,14 @@ std::string read_whole(const std::string& path) {
   return file.read(0, file.bytes());
 }
 
-nlohmann::json parse_json(const std::string& text, const std::string& path) {
+Json parse_json(const std::string& text, const std::string& path) {
   constexpr int kMaxDepth = 32;  // what comes after works by recursion
-  const auto too_deep = [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
+  const auto too_deep = [](int depth, Json::parse_event_t, Json&) {
     if (depth > kMaxDepth) throw std::length_error("too deep");
     return true;
   };
   try {
-    nlohmann::json json = nlohmann::json::parse(text, too_deep);
+    Json json = Json::parse(text, too_deep);
     if (json.is_object()) return json;
   } catch (const std::exception&) {  // said below
   }

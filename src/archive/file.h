@@ -4,12 +4,12 @@
 
 #include <cstdint>
 #include <functional>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 
 #include "archive/safetensors.h"
 #include "base/hash.h"
+#include "base/json.h"
 #include "base/posix.h"
 
 namespace lockstep {
@@ -64,6 +64,6 @@ constexpr std::uint64_t kMaxSmallBytes = 256 << 20;
 // The whole of a file that is expected to be small. Throws: UsageError if it is not.
 std::string read_whole(const std::string& path);
 // Throws: UsageError if it is no JSON object, or nested deeper than any of ours.
-nlohmann::json parse_json(const std::string& text, const std::string& path);
+Json parse_json(const std::string& text, const std::string& path);
 
 }  // namespace lockstep

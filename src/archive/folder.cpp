@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "base/json.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -23,7 +24,6 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FileRecord, name, bytes, hash)
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
 constexpr int kFormat = 1;
 constexpr const char* kManifest = "manifest.json";

@@ -8,12 +8,11 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "base/json.h"
 #include "base/text.h"
 
 namespace lockstep {
 namespace {
-
-using Json = nlohmann::json;
 
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // as in Python's package
 constexpr std::size_t kAlignment = 8;                   // of the first tensor, likewise

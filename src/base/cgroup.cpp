@@ -19,6 +19,19 @@ std::uint64_t number_in(const std::string& path) {
   return text >> number ? number : kNoLimit;  // "max": no limit
 }
 
+// Bytes that the kernel drops when others need them. The same names in v1 and v2.
+std::uint64_t reclaimable_in(const std::string& path) {
+  std::istringstream lines(read_small_file(path));
+  std::uint64_t bytes = 0;
+  std::string name;
+  for (std::uint64_t number = 0; lines >> name >> number;) {
+    if (name == "active_file" || name == "inactive_file" || name == "slab_reclaimable") {
+      bytes += number;
+    }
+  }
+  return bytes;
+}
+
 // Calls `look` with the folder of this process's group, and of each group above it.
 void for_each_group(const std::string& system_root, const std::string& controller,
                     const std::function<void(const std::string& folder, bool is_v2)>& look) {
@@ -49,7 +62,10 @@ std::uint64_t memory_left_in_cgroup(const std::string& system_root) {
   for_each_group(system_root, "memory", [&](const std::string& folder, bool is_v2) {
     const auto limit = number_in(folder + (is_v2 ? "/memory.max" : "/memory.limit_in_bytes"));
     const auto usage = number_in(folder + (is_v2 ? "/memory.current" : "/memory.usage_in_bytes"));
-    if (limit != kNoLimit && usage <= limit) left = std::min(left, limit - usage);
+    if (limit == kNoLimit || usage == kNoLimit) return;
+    // Pages of files that were read count as used, and are given back when memory is needed.
+    const std::uint64_t used = usage - std::min(usage, reclaimable_in(folder + "/memory.stat"));
+    left = std::min(left, limit - std::min(limit, used));
   });
   return left;
 }

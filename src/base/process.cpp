@@ -175,24 +175,39 @@ std::optional<ExitStatus> look_at_end(pid_t child) {
 
 void adopt_orphans() { ::prctl(PR_SET_CHILD_SUBREAPER, 1); }
 
-bool kill_all_children(std::chrono::milliseconds deadline) {
-  const auto end = std::chrono::steady_clock::now() + deadline;
+std::set<pid_t> children() {
+  std::set<pid_t> all;
   const pid_t self = ::getpid();
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", ignored)) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    const auto pid = static_cast<pid_t>(std::stol(name));
+    if (parent_of(pid) == self) all.insert(pid);
+  }
+  return all;
+}
+
+bool kill_all_children(std::chrono::milliseconds deadline, std::set<pid_t> spared) {
+  const auto end = std::chrono::steady_clock::now() + deadline;
+  int num_quiet = 0;  // looks that found none but the spared: one may miss what is just being made
   while (true) {
     // Dead ones go first: their children may become ours, and are found below.
     pid_t reaped = 0;
     do {
       reaped = ::waitpid(-1, nullptr, WNOHANG);
+      spared.erase(reaped);  // the number may be given to another
     } while (reaped > 0);
     if (reaped < 0 && errno == ECHILD) return true;
-    if (std::chrono::steady_clock::now() >= end) return false;
-    std::error_code ignored;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc", ignored)) {
-      const std::string name = entry.path().filename();
-      if (name.find_first_not_of("0123456789") != std::string::npos) continue;
-      const auto pid = static_cast<pid_t>(std::stol(name));
-      if (parent_of(pid) == self) ::kill(pid, SIGKILL);
+    bool is_left = false;
+    for (const pid_t pid : children()) {
+      if (spared.contains(pid)) continue;
+      is_left = true;
+      ::kill(pid, SIGKILL);
     }
+    num_quiet = is_left || spared.empty() ? 0 : num_quiet + 1;
+    if (num_quiet == 3) return true;
+    if (std::chrono::steady_clock::now() >= end) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -69,9 +70,16 @@ std::optional<ExitStatus> look_at_end(pid_t child);
 // From now on, processes whose parent dies become children of this one if it was an ancestor.
 void adopt_orphans();
 
+// How long kill_all_children() may take.
+inline constexpr std::chrono::seconds kSweepDeadline{5};
+
 // Kills all children of this process, and, if it has adopted orphans, theirs, until none is left.
 // Gives up at the deadline: a process that the kernel cannot end (a dead file server) does not hold
 // up the caller for ever. Returns whether all are gone.
-bool kill_all_children(std::chrono::milliseconds deadline);
+// `spared` are left alone.
+bool kill_all_children(std::chrono::milliseconds deadline, std::set<pid_t> spared = {});
+
+// Of this process, dead ones too.
+std::set<pid_t> children();
 
 }  // namespace lockstep

@@ -31,6 +31,13 @@ Contents open_checkpoint(const std::string& path) {
     const std::string file = path + "/" + record.name;
     if (record.name == "state.json") {
       contents.state = parse_json(read_whole(file), file);
+      if (const auto version = contents.state.value("version", kStateVersion);
+          version > kStateVersion) {
+        throw UsageError({.operation = "load"},
+                         text::format("{} is of version {}, this lockstep knows {}.\nUse a newer "
+                                      "lockstep.",
+                                      file, version, kStateVersion));
+      }
       continue;
     }
     contents.files.emplace_back(file);

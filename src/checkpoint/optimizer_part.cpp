@@ -157,8 +157,15 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
                 text::format("{}: other groups, or other numbers of parameters, here", name)}};
   }
   Wish wish;
+  auto options = std::make_shared<std::vector<typename Kind::Options>>();
   auto states = std::make_shared<std::vector<std::unique_ptr<State>>>();
   for (auto& group : mine) {
+    const Json& kept_options = groups[options->size()].at("options");
+    options->push_back(static_cast<const typename Kind::Options&>(group.options()));
+    // An option that a later version has added keeps the value that it has here.
+    Kind::options(options->back(), [&](const char* key, auto& value) {
+      if (kept_options.contains(key)) kept_options.at(key).get_to(value);
+    });
     for (const at::Tensor& parameter : group.params()) {
       const Json& kept = values["states"][states->size()];
       const std::size_t place = states->size();
@@ -184,13 +191,11 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
       });
     }
   }
-  wish.finish = [&optimizer, groups, states] {
+  wish.finish = [&optimizer, options, states] {
     std::size_t place = 0;
     std::size_t index = 0;
     for (auto& group : optimizer.param_groups()) {
-      const Json& options = groups[index++].at("options");
-      auto& its = static_cast<typename Kind::Options&>(group.options());
-      Kind::options(its, [&](const char* key, auto& value) { options.at(key).get_to(value); });
+      static_cast<typename Kind::Options&>(group.options()) = (*options)[index++];
       for (const at::Tensor& parameter : group.params()) {
         auto& state = (*states)[place++];
         if (state) {

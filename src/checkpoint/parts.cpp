@@ -14,6 +14,10 @@
 namespace lockstep {
 namespace {
 
+// More in a file is nonsense.
+constexpr std::int64_t kMaxRanks = 1 << 20;
+constexpr std::int64_t kMaxStateBytes = 1 << 16;
+
 at::Tensor get_state(const at::Generator& generator) {
   at::Generator copy = generator;
   const std::lock_guard lock(copy.mutex());
@@ -24,7 +28,13 @@ at::Tensor get_state(const at::Generator& generator) {
 void set_state(at::Generator generator, const at::Tensor& states, int rank) {
   const std::lock_guard lock(generator.mutex());
   if (rank < states.size(0)) {
-    generator.set_state(states[rank].clone());
+    try {
+      generator.set_state(states[rank].clone());
+    } catch (const c10::Error&) {
+      throw UsageError({.rank = rank, .operation = "load"},
+                       "The state of a random generator is not one of this LibTorch.\n"
+                       "Load with the LibTorch that the checkpoint was made with.");
+    }
   } else {
     generator.set_current_seed(
         hash_bytes(states.const_data_ptr(), states.nbytes(), static_cast<std::uint64_t>(rank)));
@@ -40,6 +50,15 @@ std::vector<std::pair<std::string, at::Generator>> generators() {
                      at::globalContext().defaultGenerator(at::Device(at::kCUDA, -1)));
   }
   return all;
+}
+
+// Of one row for each rank. A generator that is not here (of a GPU) is read and not used.
+bool is_plausible(const std::vector<std::int64_t>& sizes, const std::string& name) {
+  if (sizes.size() != 2 || sizes[0] < 1 || sizes[0] > kMaxRanks || sizes[1] < 1) return false;
+  for (const auto& [its_name, generator] : generators()) {
+    if (its_name == name) return sizes[1] == get_state(generator).numel();
+  }
+  return sizes[1] <= kMaxStateBytes;
 }
 
 }  // namespace
@@ -71,6 +90,7 @@ Part part_of(optim::Schedule& schedule, const std::string& name) {
                 const optim::Schedule::State state{
                     .steps = values.at("steps"),
                     .base_lrs = values.at("base_lrs").get<std::vector<double>>()};
+                schedule.check_state(state);
                 return Wish{.finish = [&schedule, state] { schedule.load_state(state); }};
               }};
 }
@@ -90,6 +110,7 @@ Part part_of(GradScaler& scaler, const std::string& name) {
                 const GradScaler::State state{.scale = values.at("scale"),
                                               .good_steps = values.at("good_steps"),
                                               .skipped = values.at("skipped")};
+                scaler.check_state(state);
                 return Wish{.finish = [&scaler, state] { scaler.load_state(state); }};
               }};
 }
@@ -99,16 +120,20 @@ Part part_of(std::function<SamplerState()> state,
   return {.name = name,
           .has_values = true,
           .save =
-              [state = std::move(state), name](Snapshot& snapshot) {
+              [state, name](Snapshot& snapshot) {
                 const SamplerState now = state();
                 snapshot.values[name] = {
                     {"seed", now.seed}, {"epoch", now.epoch}, {"consumed", now.consumed}};
               },
           .load =
-              [load_state = std::move(load_state)](const Json& values) {
+              [state, load_state = std::move(load_state)](const Json& values) {
                 const SamplerState then{.seed = values.at("seed"),
                                         .epoch = values.at("epoch"),
                                         .consumed = values.at("consumed")};
+                // Only it knows what fits: tried, and taken back.
+                const SamplerState before = state();
+                load_state(then);
+                load_state(before);
                 return Wish{.finish = [load_state, then] { load_state(then); }};
               }};
 }
@@ -151,9 +176,15 @@ Part random_part(const World& world) {
           .load =
               [rank = world.rank()](const Json& values) {
                 Wish wish;
-                for (const auto& [name, sizes] : values.items()) {
-                  wish.tensors.push_back(
-                      {name, at::empty(sizes.get<std::vector<std::int64_t>>(), at::kByte)});
+                for (const auto& [name, value] : values.items()) {
+                  const auto sizes = value.get<std::vector<std::int64_t>>();
+                  if (is_plausible(sizes, name)) {
+                    wish.tensors.push_back({name, at::empty(sizes, at::kByte)});
+                  } else {
+                    wish.differences.push_back(
+                        text::format("{}: its shape, [{}], is not that of random states here", name,
+                                     text::join(sizes, ", ")));
+                  }
                 }
                 wish.finish = [tensors = wish.tensors, rank] {
                   for (const auto& [name, generator] : generators()) {

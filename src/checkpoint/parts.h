@@ -14,9 +14,13 @@
 #include <string>
 #include <vector>
 
+#include "base/json.h"
+
 namespace lockstep {
 
-using Json = nlohmann::json;
+// Of state.json. A version that adds keys gives them defaults, so that older files load; one that
+// older programs would misread gets the next number.
+inline constexpr int kStateVersion = 1;
 
 struct Snapshot {
   std::vector<NamedTensor> tensors = {};

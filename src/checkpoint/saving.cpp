@@ -60,7 +60,10 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
                                          "the Checkpointer names that differ.",
                                          one.name));
   }
-  const Json state = {{"step", step}, {"world_size", world.size()}, {"parts", snapshot.values}};
+  const Json state = {{"version", kStateVersion},
+                      {"step", step},
+                      {"world_size", world.size()},
+                      {"parts", snapshot.values}};
   std::string text = state.dump(1) + "\n";
   if (text.size() > kMaxSmallBytes) {
     throw UsageError(place, text::format("What is not a tensor makes {} bytes, more than {}.\nSave "

@@ -16,8 +16,7 @@ const char* name_of(Kind kind) {
   return index < sizeof kNames / sizeof *kNames ? kNames[index] : "unknown operation";
 }
 
-Activity Operation::activity() const {
-  if (part_of != nullptr) return part_of->activity();
+Activity Signature::activity() const {
   Activity result{name_of(kind), name_of(kind)};
   if (kind == Kind::kBarrier) return result;
   result.text += text::format(" of {}[{}], {} bytes", name_of(type), count, count * size_of(type));
@@ -48,15 +47,15 @@ void check(const Operation& operation, int rank, int size) {
   }
 }
 
-void throw_mismatch(int rank, std::uint64_t number, int first, const Operation& of_first, int other,
-                    const Operation& of_other) {
+void throw_mismatch(int rank, std::uint64_t number, int first, const Signature& of_first, int other,
+                    const Signature& of_other) {
   throw MismatchError(
       {.rank = rank,
        .peer = rank == other ? first : other,
        .operation = name_of(rank == other ? of_other.kind : of_first.kind)},
       text::format("Operation {} is {} on rank {}, but {} on rank {}.\nMake the same calls in the "
                    "same order, with the same sizes and types, on all ranks.",
-                   number, of_first.text(), first, of_other.text(), other));
+                   number, of_first.activity().text, first, of_other.activity().text, other));
 }
 
 }  // namespace lockstep::collective

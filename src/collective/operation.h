@@ -51,6 +51,19 @@ struct Parts {
   }
 };
 
+// What must be equal on all ranks. They send it to each other as it lies in memory: no gaps.
+struct Signature {
+  std::uint64_t count = 0;  // elements of one part
+  std::int32_t root = 0;
+  Kind kind = Kind::kBarrier;
+  DataType type = DataType::kBytes;
+  Reduction reduction = Reduction::kNone;
+  std::uint8_t unused = 0;
+
+  bool operator==(const Signature&) const = default;
+  Activity activity() const;
+};
+
 // By kind, `input` has 1 part, or one per rank for kScatter (at the root), kReduceScatter and
 // kAllToAll; `output` has 1 part, or one per rank for kAllGather, kGather (at the root) and
 // kAllToAll. What a rank neither gives nor takes is empty.
@@ -66,8 +79,13 @@ struct Operation {
   const Operation* part_of = nullptr;      // the operation that this one is a step of
   std::shared_ptr<const void> owner = {};  // of the memory, for as long as it is used
 
+  Signature signature() const {
+    return {.count = count, .root = root, .kind = kind, .type = type, .reduction = reduction};
+  }
   // What a caller asked for.
-  Activity activity() const;
+  Activity activity() const {
+    return (part_of == nullptr ? *this : *part_of).signature().activity();
+  }
   std::string text() const { return activity().text; }
 };
 
@@ -77,6 +95,6 @@ void check(const Operation& operation, int rank, int size);
 // Throws MismatchError: two ranks, by their global ranks, are at different operations. `rank`
 // throws it.
 [[noreturn]] void throw_mismatch(int rank, std::uint64_t number, int first,
-                                 const Operation& of_first, int other, const Operation& of_other);
+                                 const Signature& of_first, int other, const Signature& of_other);
 
 }  // namespace lockstep::collective

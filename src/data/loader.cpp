@@ -3,13 +3,12 @@
 #include <lockstep/error.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <exception>
 #include <map>
-#include <mutex>
 #include <thread>
 #include <variant>
 
+#include "base/mutex.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -18,7 +17,10 @@ namespace lockstep {
 // indices under the lock, prepares the batch without it, and puts it down; the caller takes batches
 // in the order of numbers. Workers live for one epoch.
 struct Loader::Impl {
-  using Prepared = std::variant<Batch, std::exception_ptr>;
+  struct Prepared {
+    std::variant<Batch, std::exception_ptr> result;
+    std::size_t num_samples = 0;
+  };
 
   // Constant after construction.
   std::shared_ptr<const Dataset> dataset;
@@ -29,16 +31,16 @@ struct Loader::Impl {
   std::size_t used = 0;  // samples handed out in this epoch
   double waited_ms = 0;
 
-  // Guarded by mutex.
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<std::size_t, Prepared> ready;
-  std::size_t next_number = 0;       // to be drawn
-  std::size_t next_taken = 0;        // to be handed out
-  std::optional<std::size_t> total;  // batches of the epoch, once that is known
-  bool is_stopping = false;
   bool has_begun = false;
   std::vector<std::thread> workers;
+
+  Mutex mutex;
+  Condition changed;
+  std::map<std::size_t, Prepared> ready LOCKSTEP_GUARDED_BY(mutex);
+  std::size_t next_number LOCKSTEP_GUARDED_BY(mutex) = 0;       // to be drawn
+  std::size_t next_taken LOCKSTEP_GUARDED_BY(mutex) = 0;        // to be handed out
+  std::optional<std::size_t> total LOCKSTEP_GUARDED_BY(mutex);  // batches, once that is known
+  bool is_stopping LOCKSTEP_GUARDED_BY(mutex) = false;
 
   Impl(std::shared_ptr<const Dataset> its_dataset, const LoaderOptions& its_options,
        std::variant<DistributedSampler, EvalSampler> its_sampler)
@@ -51,12 +53,13 @@ struct Loader::Impl {
 
   void stop() {
     {
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       is_stopping = true;
     }
     changed.notify_all();
     for (std::thread& worker : workers) worker.join();
     workers.clear();
+    const MutexLock lock(mutex);
     ready.clear();
     is_stopping = false;
   }
@@ -64,8 +67,12 @@ struct Loader::Impl {
   void begin() {
     stop();
     std::visit([](auto& one) { one.reset(std::nullopt); }, sampler);
-    next_number = next_taken = used = 0;
-    total.reset();
+    {
+      const MutexLock lock(mutex);
+      next_number = next_taken = 0;
+      total.reset();
+    }
+    used = 0;
     waited_ms = 0;
     has_begun = true;
     for (int i = 0; i < options.threads; ++i) workers.emplace_back([this] { work(); });
@@ -76,19 +83,19 @@ struct Loader::Impl {
       const at::NoGradGuard no_grad;
       Batch batch = dataset->get_batch(indices);
       batch.indices = indices;
-      return batch;
+      return {std::move(batch), indices.size()};
     } catch (...) {
-      return std::current_exception();
+      return {std::current_exception(), indices.size()};
     }
   }
 
   void work() {
-    std::unique_lock lock(mutex);
+    const MutexLock lock(mutex);
     while (true) {
-      changed.wait(lock, [&] {
-        return is_stopping || total ||
-               next_number < next_taken + static_cast<std::size_t>(options.ahead);
-      });
+      while (!is_stopping && !total &&
+             next_number >= next_taken + static_cast<std::size_t>(options.ahead)) {
+        changed.wait(mutex);
+      }
       if (is_stopping || total) return;
       const auto indices = draw();
       if (!indices) {
@@ -97,9 +104,11 @@ struct Loader::Impl {
         return;
       }
       const std::size_t number = next_number++;
-      lock.unlock();
-      Prepared prepared = prepare(*indices);
-      lock.lock();
+      Prepared prepared;
+      {
+        const MutexUnlock free(mutex);
+        prepared = prepare(*indices);
+      }
       ready.emplace(number, std::move(prepared));
       changed.notify_all();
     }
@@ -111,9 +120,9 @@ struct Loader::Impl {
       if (!indices) return std::nullopt;
       return prepare(*indices);
     }
-    std::unique_lock lock(mutex);
+    const MutexLock lock(mutex);
     // A worker is always on its way to the next one: what it waits for is the data set's own.
-    changed.wait(lock, [&] { return ready.contains(next_taken) || total == next_taken; });
+    while (!ready.contains(next_taken) && total != next_taken) changed.wait(mutex);
     if (total == next_taken) return std::nullopt;
     Prepared prepared = std::move(ready.extract(next_taken).mapped());
     ++next_taken;
@@ -124,7 +133,8 @@ struct Loader::Impl {
 
 namespace {
 
-void check(const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options) {
+void check(const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options,
+           std::size_t num_sampled) {
   const auto refuse = [](const std::string& message) {
     throw UsageError({.operation = "Loader"}, message);
   };
@@ -135,33 +145,32 @@ void check(const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& o
                      "ahead from 1, threads from 0.",
                      options.batch_size, options.threads, options.ahead));
   }
+  if (num_sampled != dataset->size()) {
+    refuse(
+        text::format("The sampler draws from {} samples, the data set has {}.\nMake the "
+                     "sampler with the data set's size.",
+                     num_sampled, dataset->size()));
+  }
 }
 
 }  // namespace
 
 Loader::Loader(std::shared_ptr<const Dataset> dataset, DistributedSampler sampler,
                const LoaderOptions& options) {
-  check(dataset, options);
-  if (sampler.num_samples() != dataset->size()) {
-    throw UsageError(
-        {.operation = "Loader"},
-        text::format("The sampler draws from {} samples, the data set has {}.\nMake the "
-                     "sampler with the data set's size.",
-                     sampler.num_samples(), dataset->size()));
-  }
-  if (options.batch_size > sampler.samples_per_rank()) {
+  check(dataset, options, sampler.num_samples());
+  if (options.batch_size > sampler.samples_per_epoch()) {
     throw UsageError(
         {.operation = "Loader"},
         text::format("A batch has {} samples, but this rank has only {} in an epoch.\nUse "
                      "smaller batches or fewer ranks.",
-                     options.batch_size, sampler.samples_per_rank()));
+                     options.batch_size, sampler.samples_per_epoch()));
   }
   impl_ = std::make_unique<Impl>(std::move(dataset), options, std::move(sampler));
 }
 
 Loader::Loader(std::shared_ptr<const Dataset> dataset, EvalSampler sampler,
                const LoaderOptions& options) {
-  check(dataset, options);
+  check(dataset, options, sampler.num_samples());
   impl_ = std::make_unique<Impl>(std::move(dataset), options, std::move(sampler));
 }
 
@@ -184,9 +193,11 @@ std::optional<Batch> Loader::next() {
     impl_->has_begun = false;
     return std::nullopt;
   }
-  if (auto* error = std::get_if<std::exception_ptr>(&*prepared)) std::rethrow_exception(*error);
-  impl_->used += std::get<Batch>(*prepared).indices.size();
-  return std::get<Batch>(std::move(*prepared));
+  impl_->used += prepared->num_samples;  // a bad one, too: a resume goes on behind it
+  if (auto* error = std::get_if<std::exception_ptr>(&prepared->result)) {
+    std::rethrow_exception(*error);
+  }
+  return std::get<Batch>(std::move(prepared->result));
 }
 
 SamplerState Loader::state() const {
@@ -195,10 +206,18 @@ SamplerState Loader::state() const {
 }
 
 void Loader::load_state(const SamplerState& state) {
+  const SamplerState before = this->state();
   impl_->stop();
   impl_->used = 0;
   impl_->has_begun = false;
-  if (auto* sampler = std::get_if<DistributedSampler>(&impl_->sampler)) sampler->load_state(state);
+  auto* const sampler = std::get_if<DistributedSampler>(&impl_->sampler);
+  if (sampler == nullptr) return;
+  try {
+    sampler->load_state(state);
+  } catch (...) {
+    sampler->load_state(before);  // what was drawn ahead is gone: it is drawn again
+    throw;
+  }
 }
 
 double Loader::waiting_ms() const { return impl_->waited_ms; }

@@ -5,8 +5,8 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "base/text.h"
 #include "data/permutation.h"
 
@@ -39,19 +39,21 @@ struct DistributedSampler::State {
   std::int64_t num_ranks = 1;
   SamplerOptions options;
 
-  // Guarded by mutex.
-  std::mutex mutex;
-  std::int64_t num_samples = 0;
-  SamplerState begin;                   // of what is left of the epoch
-  std::int64_t drawn = 0;               // by this rank, since then
-  std::vector<std::int64_t> as_python;  // the whole order, only for kAsPython
+  Mutex mutex;
+  std::int64_t num_samples LOCKSTEP_GUARDED_BY(mutex) = 0;
+  SamplerState begin LOCKSTEP_GUARDED_BY(mutex);      // of what is left of the epoch
+  std::int64_t drawn LOCKSTEP_GUARDED_BY(mutex) = 0;  // by this rank, since then
+  std::vector<std::int64_t> as_python
+      LOCKSTEP_GUARDED_BY(mutex);  // the whole order, only for kAsPython
 
-  std::int64_t count() const {  // of each rank, in what is left
-    const std::int64_t left = num_samples - begin.consumed;
-    return options.drop_last ? left / num_ranks : (left + num_ranks - 1) / num_ranks;
+  std::int64_t count() const LOCKSTEP_REQUIRES(mutex) {  // of each rank, in what is left
+    return share_of(num_samples - begin.consumed);
+  }
+  std::int64_t share_of(std::int64_t samples) const {
+    return options.drop_last ? samples / num_ranks : (samples + num_ranks - 1) / num_ranks;
   }
 
-  void check() const {
+  void check() const LOCKSTEP_REQUIRES(mutex) {
     if (num_samples > 0 && (!options.drop_last || num_samples >= num_ranks)) return;
     throw UsageError(
         {.rank = static_cast<int>(rank), .operation = "DistributedSampler"},
@@ -62,7 +64,7 @@ struct DistributedSampler::State {
                            num_samples, num_ranks));
   }
 
-  void prepare() {
+  void prepare() LOCKSTEP_REQUIRES(mutex) {
     as_python.clear();
     if (options.order != SampleOrder::kAsPython) return;
     auto generator =
@@ -70,6 +72,20 @@ struct DistributedSampler::State {
     const at::Tensor order = at::randperm(num_samples, generator, at::TensorOptions(at::kLong));
     const auto* const first = order.const_data_ptr<std::int64_t>();
     as_python.assign(first, first + num_samples);
+  }
+
+  void load(const SamplerState& its) LOCKSTEP_REQUIRES(mutex) {
+    if (its.epoch < 0 || its.consumed < 0 || its.consumed > num_samples) {
+      throw UsageError(
+          {.rank = static_cast<int>(rank), .operation = "DistributedSampler"},
+          text::format(
+              "The state says epoch {} with {} samples consumed, but the data set has {}.\n"
+              "Resume with the data set that the run began with.",
+              its.epoch, its.consumed, num_samples));
+    }
+    begin = its;
+    drawn = 0;
+    prepare();
   }
 };
 
@@ -91,7 +107,7 @@ DistributedSampler::DistributedSampler(std::size_t num_samples, int rank, int nu
 }
 
 void DistributedSampler::reset(std::optional<std::size_t> num_samples) {
-  const std::lock_guard lock(state_->mutex);
+  const MutexLock lock(state_->mutex);
   if (num_samples) state_->num_samples = static_cast<std::int64_t>(*num_samples);
   state_->check();
   if (state_->drawn > 0 || state_->count() <= 0) {  // begun, or over
@@ -108,8 +124,8 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
     throw UsageError({.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
                      "A batch of 0 samples was asked for.\nGive a batch size of at least 1.");
   }
-  const std::lock_guard lock(state_->mutex);
   State& state = *state_;
+  const MutexLock lock(state.mutex);
   const std::int64_t left = state.count() - state.drawn;
   if (left <= 0) return std::nullopt;
   const auto take = static_cast<std::int64_t>(
@@ -137,26 +153,32 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
 }
 
 std::size_t DistributedSampler::num_samples() const {
-  const std::lock_guard lock(state_->mutex);
+  const MutexLock lock(state_->mutex);
   return static_cast<std::size_t>(state_->num_samples);
 }
 
 std::int64_t DistributedSampler::epoch() const {
-  const std::lock_guard lock(state_->mutex);
+  const MutexLock lock(state_->mutex);
   return state_->begin.epoch;
 }
 
 void DistributedSampler::set_epoch(std::int64_t epoch) {
-  load_state({.seed = state_->begin.seed, .epoch = epoch, .consumed = 0});
+  const MutexLock lock(state_->mutex);
+  state_->load({.seed = state_->begin.seed, .epoch = epoch, .consumed = 0});
 }
 
 std::size_t DistributedSampler::samples_per_rank() const {
-  const std::lock_guard lock(state_->mutex);
+  const MutexLock lock(state_->mutex);
   return static_cast<std::size_t>(state_->count());
 }
 
+std::size_t DistributedSampler::samples_per_epoch() const {
+  const MutexLock lock(state_->mutex);
+  return static_cast<std::size_t>(state_->share_of(state_->num_samples));
+}
+
 SamplerState DistributedSampler::state(std::optional<std::size_t> used) const {
-  const std::lock_guard lock(state_->mutex);
+  const MutexLock lock(state_->mutex);
   const std::int64_t mine = used ? static_cast<std::int64_t>(*used) : state_->drawn;
   if (mine > state_->count()) {
     throw UsageError(
@@ -171,17 +193,8 @@ SamplerState DistributedSampler::state(std::optional<std::size_t> used) const {
 }
 
 void DistributedSampler::load_state(const SamplerState& state) {
-  const std::lock_guard lock(state_->mutex);
-  if (state.epoch < 0 || state.consumed < 0 || state.consumed > state_->num_samples) {
-    throw UsageError(
-        {.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
-        text::format("The state says epoch {} with {} samples consumed, but the data set has {}.\n"
-                     "Resume with the data set that the run began with.",
-                     state.epoch, state.consumed, state_->num_samples));
-  }
-  state_->begin = state;
-  state_->drawn = 0;
-  state_->prepare();
+  const MutexLock lock(state_->mutex);
+  state_->load(state);
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {

@@ -18,6 +18,14 @@ at::Tensor place_in(const at::Tensor& flat, std::int64_t offset, const Slot& slo
 
 }  // namespace
 
+void weigh(const at::Tensor& gradients, double weight) {
+  if (weight == 0) {
+    gradients.zero_();
+  } else if (weight != 1) {
+    gradients.mul_(weight);
+  }
+}
+
 bool Buckets::LessKey::operator()(const Key& a, const Key& b) const {
   const auto order = [](const Key& key) {
     return std::tuple(static_cast<int>(key.first), static_cast<int>(key.second.type()),

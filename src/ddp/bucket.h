@@ -17,6 +17,9 @@
 
 namespace lockstep {
 
+// Multiplies a rank's gradients by its weight. A weight of 0 gives zeros, also of inf and NaN.
+void weigh(const at::Tensor& gradients, double weight);
+
 // One parameter.
 struct Slot {
   std::string name;

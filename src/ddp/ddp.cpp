@@ -1,11 +1,14 @@
 // DistributedDataParallel: from a module, or from named tensors, to a reducer.
 
 #include <lockstep/ddp.h>
+#include <lockstep/error.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 
+#include <algorithm>
 #include <unordered_set>
 
+#include "base/text.h"
 #include "ddp/reducer.h"
 
 namespace lockstep {
@@ -57,9 +60,34 @@ std::vector<std::string> sparse_names(const torch::nn::Module& model,
   return names;
 }
 
-ModelView view_of(std::shared_ptr<torch::nn::Module> model) {
-  return {.parameters = [model] { return each_once(model->named_parameters()); },
-          .buffers = [model] { return each_once(model->named_buffers()); }};
+// Without what is ignored: "encoder" is encoder itself, and all that is in it.
+std::vector<NamedTensor> without(std::vector<NamedTensor> tensors,
+                                 const std::vector<std::string>& ignored) {
+  std::erase_if(tensors, [&](const NamedTensor& one) {
+    return std::ranges::any_of(ignored, [&](const std::string& name) {
+      return one.name == name || one.name.starts_with(name + ".");
+    });
+  });
+  return tensors;
+}
+
+void check_ignored(const ModelView& all, const World& world, const DdpOptions& options) {
+  for (const std::string& name : options.ignored) {
+    const std::size_t before = all.parameters().size() + all.buffers().size();
+    if (without(all.parameters(), {name}).size() + without(all.buffers(), {name}).size() < before) {
+      continue;
+    }
+    throw UsageError({.rank = world.rank(), .operation = "DistributedDataParallel"},
+                     text::format("DdpOptions::ignored names {}, and the model has nothing of that "
+                                  "name.\nUse names of named_modules(), named_parameters() or "
+                                  "named_buffers().",
+                                  name));
+  }
+}
+
+ModelView view_of(const ModelView& all, const std::vector<std::string>& ignored) {
+  return {.parameters = [all, ignored] { return without(all.parameters(), ignored); },
+          .buffers = [all, ignored] { return without(all.buffers(), ignored); }};
 }
 
 }  // namespace
@@ -72,24 +100,54 @@ DistributedDataParallel::DistributedDataParallel(std::shared_ptr<torch::nn::Modu
     throw UsageError({.rank = world.rank(), .operation = "DistributedDataParallel"},
                      "There is no model: the pointer is empty.\nMake the model first.");
   }
-  std::vector<std::string> sparse = sparse_names(*model, options.sparse);
-  reducer_.reset(new Reducer(view_of(std::move(model)), std::move(sparse), std::move(world),
-                             std::move(options)));
+  const ModelView all = {.parameters = [model] { return each_once(model->named_parameters()); },
+                         .buffers = [model] { return each_once(model->named_buffers()); }};
+  check_ignored(all, world, options);
+  make_ = [all, model, world, options] {
+    return std::unique_ptr<Reducer, ReducerDeleter>(new Reducer(
+        view_of(all, options.ignored), sparse_names(*model, options.sparse), world, options));
+  };
+  reducer_ = make_();
 }
+
+DistributedDataParallel::DistributedDataParallel(torch::nn::Module& model, World world,
+                                                 DdpOptions options)
+    : DistributedDataParallel(
+          std::shared_ptr<torch::nn::Module>(&model, [](const torch::nn::Module*) {}),
+          std::move(world), std::move(options)) {}
 
 DistributedDataParallel::DistributedDataParallel(std::vector<NamedTensor> parameters, World world,
                                                  DdpOptions options,
                                                  std::vector<NamedTensor> buffers) {
-  std::vector<std::string> sparse = options.sparse;
-  ModelView view = {.parameters = [tensors = each_once(parameters)] { return tensors; },
-                    .buffers = [tensors = each_once(buffers)] { return tensors; }};
-  reducer_.reset(
-      new Reducer(std::move(view), std::move(sparse), std::move(world), std::move(options)));
+  const ModelView all = {.parameters = [tensors = each_once(parameters)] { return tensors; },
+                         .buffers = [tensors = each_once(buffers)] { return tensors; }};
+  check_ignored(all, world, options);
+  make_ = [all, world, options] {
+    return std::unique_ptr<Reducer, ReducerDeleter>(
+        new Reducer(view_of(all, options.ignored), options.sparse, world, options));
+  };
+  reducer_ = make_();
 }
 
-void DistributedDataParallel::backward(const at::Tensor& loss) { reducer_->backward(loss); }
+void DistributedDataParallel::rewrap() {
+  if (reducer_->num_pending() > 0) {
+    throw UsageError({.operation = "rewrap"},
+                     text::format("{} backwards of an accumulation are not yet averaged.\nCall "
+                                  "rewrap() after optimizer.step(), or discard() first.",
+                                  reducer_->num_pending()));
+  }
+  auto next = make_();
+  next->take_settings_from(*reducer_);
+  reducer_ = std::move(next);
+}
+
+void DistributedDataParallel::backward(const at::Tensor& loss, const at::Tensor& gradient,
+                                       std::optional<bool> retain_graph, bool create_graph) {
+  reducer_->backward(loss, gradient, retain_graph, create_graph);
+}
 NoSync DistributedDataParallel::no_sync() { return reducer_->no_sync(); }
 void DistributedDataParallel::accumulate(int k) { reducer_->accumulate(k); }
+void DistributedDataParallel::discard() { reducer_->discard(); }
 void DistributedDataParallel::set_weight(double samples) { reducer_->set_weight(samples); }
 void DistributedDataParallel::join(const std::function<void()>& step) { reducer_->join(step); }
 void DistributedDataParallel::check_replicas() { reducer_->check_replicas(); }

@@ -19,30 +19,50 @@ namespace lockstep {
 
 using Flag = StepNumbers::Flag;
 
-void Reducer::finish() {
-  const auto wait_began = StepStats::Clock::now();
-  const bool is_check_due =
-      options_.check_every > 0 && (stats_.steps() + 1) % options_.check_every == 0;
+bool Reducer::is_check_due() const {
+  return options_.check_every > 0 && (stats_.steps() + 1) % options_.check_every == 0;
+}
+
+// Backward has ended: what is missing is posted, and the numbers.
+void Reducer::post_rest() {
+  if (step_.is_at_end) return;
+  step_.is_at_end = true;
+  step_.wait_began = StepStats::Clock::now();
   const bool is_complete =
       std::ranges::all_of(slots_, [](const Slot& slot) { return slot.has_fired; });
-  if (step_.problem.empty() && !is_joined_ && (!is_complete || is_check_due)) {
+  if (step_.problem.empty() && !is_joined_ && (!is_complete || is_check_due())) {
     note_problem(watch_.find_addition(slots_));
   }
   post_ready(true);
+  take_weights();                                         // if there is no bucket
+  if (!buckets_.all().empty() && !options_.hook) return;  // they are behind the last bucket
   try {
-    if (buckets_.all().empty() || options_.hook) {
-      write_numbers();
-      step_.numbers_work = start_mean(buckets_.control());
+    write_numbers();
+    step_.numbers_work = start_mean(buckets_.control());
+  } catch (...) {
+    explain(std::current_exception(), "all_reduce of the last numbers of a step");
+  }
+}
+
+void Reducer::finish() {
+  post_rest();
+  // On their own, the numbers are looked at first: a step that is dropped leaves no traces in a
+  // hook.
+  const auto wait_began = step_.wait_began;
+  const bool is_due = is_check_due();
+  const bool is_apart = step_.numbers_work != nullptr;
+  try {
+    if (is_apart) {
+      step_.numbers_work->wait();
+    } else {
+      wait_for_all();
     }
-    wait_for_all();
-    if (step_.numbers_work) step_.numbers_work->wait();
   } catch (const Error&) {
     drop_step();
     throw;
   } catch (...) {
     explain(std::current_exception(), "all_reduce of the last numbers of a step");
   }
-  const auto all_done = StepStats::Clock::now();
   numbers_.read_from(buckets_.control());
   // Not while a rank without steps of its own is behind: it could not save.
   must_stop_ = numbers_.any(Flag::kStop) && !numbers_.any(Flag::kNeedsState);
@@ -51,6 +71,8 @@ void Reducer::finish() {
     if (numbers_.any(Flag::kNeedsState)) take_state_from(numbers_.first_active());
     return end_step();
   }
+  if (is_apart) wait_for_all();
+  const auto all_done = StepStats::Clock::now();
   if (!buckets_.all().empty()) {
     first_gradients_.compare(buckets_.all().front().flat, stats_.steps(), numbers_, world_.rank(),
                              world_.size());
@@ -63,14 +85,15 @@ void Reducer::finish() {
              all_done);
   order_.agree(world_, slots_);
   end_step();
-  if (is_check_due && world_.size() > 1) check_same_tensors(world_, state(), stats_.steps());
+  // A rank that joined without steps of its own is behind until the end.
+  if (is_due && world_.size() > 1 && !numbers_.any(Flag::kNeedsState))
+    check_same_tensors(world_, state(), stats_.steps());
   stats_.end_step();
 }
 
 // The one place where a step ends, however it does.
 void Reducer::end_step() {
   step_ = {};
-  weight_ = 1;
   num_local_ = 0;
 }
 
@@ -92,7 +115,7 @@ void Reducer::wait_for_all() {
 void Reducer::write_numbers() {
   numbers_.clear();
   numbers_.set(Flag::kProblem, !step_.problem.empty());
-  numbers_.set(Flag::kWeighted, weight_ != 1);
+  numbers_.set(Flag::kWeighted, step_.weight != 1);
   numbers_.set(Flag::kNeedsState, needs_state_);
   numbers_.set(Flag::kDiffers, first_gradients_.differ());
   numbers_.set(Flag::kStop, is_asked_to_stop_ && is_asked_to_stop_());
@@ -119,7 +142,7 @@ void Reducer::throw_problems() {
       exchange_texts(world_, step_.problem.empty() ? std::string() : to_text(mine));
   drop_step();
   throw_first_cause(world_, causes,
-                    {.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"});
+                    {.rank = world_.rank(), .step = stats_.steps(), .operation = operation()});
 }
 
 // No gradient of a step that failed may be taken for an averaged one.
@@ -133,17 +156,21 @@ void Reducer::drop_step() {
 }
 
 // The mean was taken as if all ranks had weight 1. Weights are whole numbers that need more digits
-// than a bf16 bucket has, so they are added up apart, only in steps that use them.
+// than a bf16 bucket has, so they are added up apart: here, only in steps that use them, or ahead
+// of all buckets (weighs_first_).
 void Reducer::scale_by_weights() {
   if (!numbers_.any(Flag::kWeighted)) return;
-  const auto total = world_.all_reduce(at::tensor(weight_, at::kDouble)).item<double>();
+  const auto total = weighs_first_
+                         ? step_.weights[0].item<double>()
+                         : world_.all_reduce(at::tensor(step_.weight, at::kDouble)).item<double>();
   if (total == 0) {
     drop_step();
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"},
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = operation()},
                      "All ranks gave the weight 0: a mean of no samples does not exist.\n"
                      "Leave out the step, on all ranks, or call join() on ranks out of data.");
   }
-  step_.scale = world_.size() / total;
+  step_.scale = !weighs_first_ ? world_.size() / total : options_.hook ? 1 : world_.size();
+  if (step_.scale == 1) return;
   for (Bucket& bucket : buckets_.all()) bucket.flat.mul_(step_.scale);
 }
 
@@ -159,7 +186,7 @@ void Reducer::add_late() {
       place.as_strided(slot.view.sizes(), slot.view.strides(), place.storage_offset())
           .copy_(slot.parameter.grad());
     }
-    if (weight_ != 1) more.mul_(weight_);
+    weigh(more, step_.factor);
     try {
       start_mean(more.is_complex() ? at::view_as_real(more) : more)->wait();
     } catch (...) {
@@ -177,7 +204,7 @@ void Reducer::hand_out_gradients() {
       slot.parameter.mutable_grad() = at::Tensor();
     } else if (slot.is_sparse) {
       slot.parameter.mutable_grad() =
-          mean_of_sparse(world_, slot.parameter.grad(), slot.parameter, weight_, step_.scale);
+          mean_of_sparse(world_, slot.parameter.grad(), slot.parameter, step_.factor, step_.scale);
     } else {
       slot.parameter.mutable_grad() = slot.view;
     }
@@ -196,8 +223,8 @@ void Reducer::sync_buffers() {
   }
   move_packed(averaged,
               [&](const at::Tensor& packed) { world_.all_reduce(packed, ReduceOp::AVG); });
-  move_packed(copied,
-              [&](const at::Tensor& packed) { world_.broadcast(packed, numbers_.first_active()); });
+  const int root = numbers_.first_active();
+  move_packed(copied, [&](const at::Tensor& packed) { world_.broadcast(packed, root); });
 }
 
 void Reducer::take_state_from(int root) {
@@ -222,10 +249,12 @@ std::vector<NamedTensor> Reducer::state() const {
 std::string Reducer::text_of(const Bucket& bucket) const {
   const std::size_t index = static_cast<std::size_t>(&bucket - buckets_.all().data());
   const std::size_t more = bucket.plan.slots.size() - 1;
-  return text::format("all_reduce of bucket {} ({}{}, {:.1f} MiB)", index,
+  const auto kib = static_cast<double>(bucket.flat.nbytes()) / 1024;
+  return text::format("all_reduce of bucket {}{} ({}{}, {:.1f} {})", index,
+                      options_.name.empty() ? "" : " of " + options_.name,
                       slots_[bucket.plan.slots.front()].name,
                       more == 0 ? "" : text::format(" and {} more", more),
-                      static_cast<double>(bucket.flat.nbytes()) / (1 << 20));
+                      kib < 1024 ? kib : kib / 1024, kib < 1024 ? "KiB" : "MiB");
 }
 
 void Reducer::explain(std::exception_ptr error, const std::string& what) {
@@ -237,7 +266,7 @@ void Reducer::explain(std::exception_ptr error, const std::string& what) {
                 {.rank = world_.rank(),
                  .peer = known.peer(),
                  .step = stats_.steps(),
-                 .operation = "backward"},
+                 .operation = operation()},
                 text::format("{} failed.\n{}", what, known.message()));
   }
 }

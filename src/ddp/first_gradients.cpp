@@ -6,7 +6,9 @@
 
 namespace lockstep {
 
-void FirstGradients::keep(const at::Tensor& flat) { own_ = flat.clone(); }
+void FirstGradients::keep(const at::Tensor& flat) {
+  if (flat.numel() != 0) own_ = flat.clone();
+}
 
 void FirstGradients::compare(const at::Tensor& mean, std::int64_t step, const StepNumbers& numbers,
                              int rank, int num_ranks) {

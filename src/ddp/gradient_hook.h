@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <functional>
 #include <memory>
@@ -22,6 +23,22 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& tensor) override {
     if (before_) (*before_)(tensor);
     if (const auto target = target_.lock()) call_(**target);
+  }
+
+  // Whether a reducer that lives averages the gradients of this parameter.
+  static bool is_on(const at::Tensor& parameter) {
+    const auto* hook = dynamic_cast<const GradientHook*>(
+        torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+    return hook != nullptr && !hook->target_.expired();
+  }
+
+  // Whether another reducer that lives averages them as well, before this one.
+  static bool is_second_on(const at::Tensor& parameter) {
+    const auto* hook = dynamic_cast<const GradientHook*>(
+        torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+    if (hook == nullptr) return false;
+    const auto* inner = dynamic_cast<const GradientHook*>(hook->before_.get());
+    return inner != nullptr && !inner->target_.expired();
   }
 
   bool is_for(const std::shared_ptr<Reducer*>& target) const { return target_.lock() == target; }

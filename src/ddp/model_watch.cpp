@@ -35,14 +35,15 @@ std::string ModelWatch::find_change(const std::vector<Slot>& slots, bool has_pen
     if (!parameter.requires_grad()) {
       return text::format(
           "The parameter {} requires no gradient any more: it was frozen after "
-          "wrapping.\nFreeze first, then wrap again.",
+          "wrapping.\nCall rewrap(), on all ranks.",
           slot.name);
     }
     if (parameter.scalar_type() != slot.shape.type || parameter.device() != slot.shape.device ||
         parameter.sizes() != at::IntArrayRef(slot.sizes)) {
       return text::format(
           "The parameter {} has other data than when it was wrapped: it was moved, "
-          "cast or replaced.\nMove and cast the model first, then wrap it.",
+          "cast or replaced.\nMove and cast the model first, then wrap it, or call rewrap() on all "
+          "ranks.",
           slot.name);
     }
     if (has_pending && fingerprint_of(parameter) != slot.fingerprint) {
@@ -57,7 +58,7 @@ std::string ModelWatch::find_change(const std::vector<Slot>& slots, bool has_pen
     if (one.tensor.requires_grad()) {
       return text::format(
           "The parameter {} requires a gradient now: it was unfrozen after "
-          "wrapping.\nUnfreeze first, then wrap again.",
+          "wrapping.\nCall rewrap(), on all ranks.",
           one.name);
     }
   }
@@ -72,7 +73,7 @@ std::string ModelWatch::find_addition(const std::vector<Slot>& slots) const {
     if (known.contains(one.tensor.unsafeGetTensorImpl()) || !one.tensor.requires_grad()) continue;
     return text::format(
         "The parameter {} was added to the model, or replaced there, after "
-        "wrapping.\nBuild the whole model first, then wrap it.",
+        "wrapping.\nBuild the whole model first, then wrap it, or call rewrap() on all ranks.",
         one.name);
   }
   return {};

@@ -5,7 +5,6 @@
 #include <lockstep/world.h>
 
 #include <cstddef>
-#include <utility>
 #include <vector>
 
 #include "ddp/bucket.h"
@@ -25,7 +24,8 @@ class ReadyOrder {
   void agree(const World& world, const std::vector<Slot>& slots);
 
   // An order to be used from the next backward on, once; empty: none.
-  std::vector<std::size_t> take_next() { return std::exchange(next_, {}); }
+  const std::vector<std::size_t>& next() const { return next_; }
+  void is_used() { next_.clear(); }
 
  private:
   std::vector<std::size_t> ready_;

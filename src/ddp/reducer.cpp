@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -20,6 +21,8 @@
 
 namespace lockstep {
 namespace {
+
+std::atomic<int> next_number = 0;
 
 std::string line_of(const std::string& role, const NamedTensor& one) {
   return text::format("{} {} {} {} strides {}{}", role, one.name,
@@ -34,9 +37,9 @@ std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters
                                       const DdpOptions& options) {
   std::vector<std::string> lines = {text::format(
       "options: bucket_bytes {}, first_bucket_bytes {}, buffers {}, check_every {}, "
-      "hook {}",
+      "hook {}, name '{}'",
       options.bucket_bytes, options.first_bucket_bytes, static_cast<int>(options.buffers),
-      options.check_every, options.hook ? options.hook->text() : "none")};
+      options.check_every, options.hook ? options.hook->text() : "none", options.name)};
   for (const NamedTensor& one : parameters) lines.push_back(line_of("parameter", one));
   for (const NamedTensor& one : buffers) lines.push_back(line_of("buffer", one));
   for (const std::string& name : sparse) lines.push_back("sparse " + name);
@@ -53,7 +56,8 @@ bool has_same_layout(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options)
-    : world_(world.size() == 1 ? world : world.duplicate()),
+    : number_(next_number++),
+      world_(world.size() == 1 ? world : world.duplicate()),
       options_(std::move(options)),
       hook_comm_(world_),
       watch_(std::move(model)),
@@ -74,6 +78,9 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
                                   parameters.size()));
   }
   add_slots(std::move(sparse));
+  weighs_first_ = options_.hook || std::ranges::any_of(slots_, [](const Slot& slot) {
+                    return slot.shape.type == at::kHalf;
+                  });
   has_buffers_ = !watch_.buffers().empty();
   if (world_.size() > 1) take_state_from(0);
   if (is_alone()) return;
@@ -133,13 +140,15 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
 }
 
 void Reducer::on_gradient(std::size_t index) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
   if (step_.phase != Phase::kIdle && step_.task.expired()) abandon();
   if (step_.phase == Phase::kIdle) begin_backward(true);
   Slot& slot = slots_[index];
-  if (slot.parameter.is_cpu() && step_.thread != std::this_thread::get_id()) {
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"},
+  // A backward has a thread for each device; one within another is on the same.
+  if (step_.thread != std::this_thread::get_id() &&
+      step_.graph != torch::autograd::get_current_graph_task_id()) {
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = operation()},
                      "Two threads run backward() of one wrapped model at the same time.\n"
                      "Run one at a time.");
   }
@@ -147,7 +156,7 @@ void Reducer::on_gradient(std::size_t index) {
   if (!slot.parameter.grad().defined() || !step_.problem.empty()) return;
   if (step_.phase == Phase::kLocal) {
     if (!slot.is_sparse && !move_in(slot)) {
-      throw UsageError({.rank = world_.rank(), .operation = "backward"},
+      throw UsageError({.rank = world_.rank(), .operation = operation()},
                        std::exchange(step_.problem, {}));
     }
     return;
@@ -178,7 +187,7 @@ void Reducer::begin_backward(bool is_in_engine) {
   const std::string change = watch_.find_change(slots_, num_local_ > 0);
   const bool is_local = *no_sync_depth_ > 0 || num_local_ + 1 < accumulate_;
   if (is_local && !change.empty()) {
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = "backward"},
+    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = operation()},
                      change);
   }
   begin_step(is_local ? Phase::kLocal : Phase::kSynchronised);
@@ -192,6 +201,8 @@ void Reducer::begin_step(Phase phase) {
   step_ = {};
   step_.phase = phase;
   step_.thread = std::this_thread::get_id();
+  step_.graph = torch::autograd::get_current_graph_task_id();
+  if (phase == Phase::kSynchronised) step_.factor = step_.weight = std::exchange(weight_, 1);
   stats_.begin_backward(hook_comm_.bytes_sent());
   for (Slot& slot : slots_) {
     slot.has_fired = false;
@@ -204,16 +215,44 @@ void Reducer::begin_step(Phase phase) {
     bucket.work.reset();
     bucket.complete = nullptr;
   }
+  if (phase == Phase::kSynchronised && weighs_first_) send_weight_ahead();
+}
+
+void Reducer::send_weight_ahead() {
+  const std::vector<double> mine = {step_.weight, step_.weight == 1 ? 0.0 : 1.0};
+  step_.weights = at::tensor(mine).to(slots_.front().parameter.device());
+  std::vector<at::Tensor> tensors = {step_.weights};
+  try {
+    step_.weights_work = world_.backend()->allreduce(tensors, {});
+  } catch (...) {
+    explain(std::current_exception(), "all_reduce of weights");
+  }
+}
+
+// This rank's share of the whole: at most 1, or, for a hook, 1 if all ranks have the same.
+void Reducer::take_weights() {
+  if (!step_.weights_work) return;
+  try {
+    std::exchange(step_.weights_work, {})->wait();
+  } catch (...) {
+    explain(std::current_exception(), "all_reduce of weights");
+  }
+  step_.weights = step_.weights.cpu();
+  const auto total = step_.weights[0].item<double>();
+  const bool is_weighted = step_.weights[1].item<double>() > 0;
+  if (!is_weighted) return;
+  const double share = total == 0 ? 0 : step_.weight / total;
+  step_.factor = options_.hook ? share * world_.size() : share;
 }
 
 void Reducer::lay_out_buckets() {
-  const std::vector<std::size_t> order = order_.take_next();
-  if (order.empty() && !buckets_.all().empty()) return;
+  if (order_.next().empty() && !buckets_.all().empty()) return;
   std::vector<SlotShape> shapes;
   for (const Slot& slot : slots_) shapes.push_back(slot.shape);
   const auto plans =
-      plan_buckets(shapes, order, {options_.bucket_bytes, options_.first_bucket_bytes});
+      plan_buckets(shapes, order_.next(), {options_.bucket_bytes, options_.first_bucket_bytes});
   buckets_.lay_out(plans, slots_, numbers_.count(), options_.hook != nullptr);
+  order_.is_used();  // not before: there may have been no memory
   ++epoch_;
   stats_.set_buckets(buckets_.all());
 }
@@ -266,6 +305,7 @@ void Reducer::post_ready(bool is_end) {
 }
 
 void Reducer::post(Bucket& bucket) {
+  take_weights();
   const std::size_t index = step_.num_posted;
   for (const std::size_t one : bucket.plan.slots) {
     Slot& slot = slots_[one];
@@ -274,7 +314,7 @@ void Reducer::post(Bucket& bucket) {
     if (!slot.is_present) slot.view.zero_();
     grad = at::Tensor();  // until the mean is there; what autograd adds meanwhile goes elsewhere
   }
-  if (weight_ != 1) bucket.flat.mul_(weight_);
+  weigh(bucket.flat, step_.factor);
   bucket.is_posted = true;
   stats_.post();
   try {
@@ -287,7 +327,7 @@ void Reducer::post(Bucket& bucket) {
       bucket.complete = options_.hook->start(std::move(view), hook_comm_);
       return;
     }
-    if (stats_.steps() == 0 && index == 0 && weight_ == 1) first_gradients_.keep(bucket.flat);
+    if (stats_.steps() == 0 && index == 0 && step_.weight == 1) first_gradients_.keep(bucket.flat);
     if (index + 1 == buckets_.all().size()) write_numbers();
     bucket.work = start_mean(bucket.wire);
   } catch (...) {
@@ -313,7 +353,7 @@ void Reducer::poll() {
 }
 
 void Reducer::end_backward() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
   if (step_.phase == Phase::kLocal) {
     step_ = {};
@@ -321,7 +361,39 @@ void Reducer::end_backward() {
     ModelWatch::take_fingerprints(slots_);
     return;
   }
-  finish();
+  // The reducers whose last buckets are posted in this backward: all are, before one waits.
+  static thread_local std::weak_ptr<std::vector<Reducer*>> posted;
+  auto together = posted.lock();
+  if (!together) {
+    posted = together = std::make_shared<std::vector<Reducer*>>();
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [together] { finish_all(std::exchange(*together, {})); });
+  }
+  // A model that is wrapped twice: the mean of the first wrapper is what the second averages.
+  if (!together->empty() && std::ranges::any_of(slots_, [](const Slot& slot) {
+        return GradientHook::is_second_on(slot.parameter);
+      })) {
+    finish_all(std::exchange(*together, {}));
+  }
+  post_rest();
+  together->push_back(this);
+}
+
+// Models in one graph may end their backwards in different orders on two ranks. They wait in the
+// same order everywhere, so that no two wait for each other.
+void Reducer::finish_all(std::vector<Reducer*> reducers) {
+  std::ranges::sort(reducers, {}, &Reducer::number_);
+  std::exception_ptr first;
+  for (Reducer* const one : reducers) {
+    try {
+      const MutexLock lock(one->mutex_);
+      const at::NoGradGuard no_grad;
+      one->finish();
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
 }
 
 // The last backward ended by an exception, so its step was never finished. The other ranks may wait
@@ -338,7 +410,7 @@ void Reducer::abandon() {
     const bool is_in_bucket = !slot.is_sparse && grad.defined() && grad.is_alias_of(slot.view);
     kept.push_back(is_in_bucket ? grad.clone() : grad);
   }
-  const auto give_back = [&] {
+  const auto give_back = [&]() LOCKSTEP_REQUIRES(mutex_) {
     for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].parameter.mutable_grad() = kept[i];
   };
   try {
@@ -351,16 +423,25 @@ void Reducer::abandon() {
   }
 }
 
-void Reducer::backward(const at::Tensor& loss) {
-  const std::int64_t before = num_backwards_;
-  if (loss.requires_grad()) loss.backward();
-  if (is_alone() || num_backwards_ != before) return;
+void Reducer::backward(const at::Tensor& loss, const at::Tensor& gradient,
+                       std::optional<bool> retain_graph, bool create_graph) {
+  const auto count = [this] {
+    const MutexLock lock(mutex_);
+    return num_backwards_;
+  };
+  const std::int64_t before = count();
+  if (loss.requires_grad()) loss.backward(gradient, retain_graph, create_graph);
+  if (is_alone() || count() != before) return;
   // No parameter was reached: this rank has nothing to give, but the others count on it.
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
   if (step_.phase != Phase::kIdle) abandon();
   begin_backward(false);
-  end_backward();
+  if (step_.phase == Phase::kLocal) {
+    end_backward();
+  } else {
+    finish();
+  }
 }
 
 void Reducer::accumulate(int k) {
@@ -368,8 +449,15 @@ void Reducer::accumulate(int k) {
     throw UsageError({.rank = world_.rank(), .operation = "accumulate"},
                      text::format("accumulate({}) was asked for.\nGive 1 or more.", k));
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   accumulate_ = k;
+  num_local_ = 0;
+}
+
+void Reducer::discard() {
+  const MutexLock lock(mutex_);
+  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+  num_local_ = 0;
 }
 
 void Reducer::set_weight(double samples) {
@@ -378,17 +466,18 @@ void Reducer::set_weight(double samples) {
         {.rank = world_.rank(), .operation = "set_weight"},
         text::format("set_weight({}) was asked for.\nGive the number of samples.", samples));
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   weight_ = samples;
 }
 
 void Reducer::join(const std::function<void()>& step) {
   if (world_.size() == 1) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
   if (step_.phase != Phase::kIdle) abandon();
   // Whatever happens, this rank takes part again in what comes after.
-  const auto leave = c10::make_scope_exit([this] { is_joined_ = needs_state_ = false; });
+  const auto leave = c10::make_scope_exit(
+      [this]() LOCKSTEP_REQUIRES(mutex_) { is_joined_ = needs_state_ = false; });
   needs_state_ = !step;
   // Gradients that were added up locally are not lost: the first round takes them along.
   is_joined_ = num_local_ == 0;
@@ -410,27 +499,36 @@ void Reducer::join(const std::function<void()>& step) {
 
 void Reducer::check_replicas() {
   if (world_.size() == 1) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   check_same_tensors(world_, state(), stats_.steps());
 }
 
 int Reducer::num_pending() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return num_local_;
 }
 
 void Reducer::stop_when(std::function<bool()> is_asked) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   is_asked_to_stop_ = std::move(is_asked);
 }
 
 bool Reducer::must_stop() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return is_alone() ? is_asked_to_stop_ && is_asked_to_stop_() : must_stop_;
 }
 
+void Reducer::take_settings_from(Reducer& before) {
+  const MutexLock lock(mutex_);
+  const MutexLock other(before.mutex_);
+  accumulate_ = before.accumulate_;
+  is_asked_to_stop_ = before.is_asked_to_stop_;
+  must_stop_ = before.must_stop_;
+  epoch_ = before.epoch_;  // what hooks have kept is of another layout
+}
+
 DdpStats Reducer::stats() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return stats_.get();
 }
 

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "ddp/bucket.h"
+
 namespace lockstep {
 
 // Indices and values of all ranks, one behind the other in the order of ranks, then added up.
@@ -22,7 +24,7 @@ at::Tensor mean_of_sparse(const World& world, at::Tensor mine, const at::Tensor&
   at::Tensor values = at::zeros(sizes, mine.values().options());
   rows.narrow(0, 0, count).copy_(mine.indices()[0]);
   values.narrow(0, 0, count).copy_(mine.values());
-  if (weight != 1) values.mul_(weight);
+  weigh(values, weight);
   const at::Tensor all_rows = world.all_gather(rows);
   const at::Tensor all_values =
       values.is_complex() ? at::view_as_complex(world.all_gather(at::view_as_real(values)))

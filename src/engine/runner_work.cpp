@@ -3,6 +3,12 @@
 namespace lockstep {
 
 bool RunnerWork::isCompleted() {
+  const bool is_over = look();
+  if (is_over) complete_future();
+  return is_over;
+}
+
+bool RunnerWork::look() {
   const MutexLock lock(work_mutex_);
   if (is_over_) return true;
   try {
@@ -28,22 +34,27 @@ std::exception_ptr RunnerWork::exception() const {
 }
 
 bool RunnerWork::wait(std::chrono::milliseconds timeout) {
-  const MutexLock lock(work_mutex_);
-  if (!is_over_) {
-    try {
-      for (; next_ < requests_.size(); ++next_) {
-        if (timeout == kNoTimeout) {
-          runner_->wait(*requests_[next_]);
-        } else {
-          runner_->wait(*requests_[next_], timeout);
+  std::exception_ptr error;
+  {
+    const MutexLock lock(work_mutex_);
+    if (!is_over_) {
+      try {
+        for (; next_ < requests_.size(); ++next_) {
+          if (timeout == kNoTimeout) {
+            runner_->wait(*requests_[next_]);
+          } else {
+            runner_->wait(*requests_[next_], timeout);
+          }
         }
+        end(nullptr);
+      } catch (...) {
+        end(std::current_exception());
       }
-      end(nullptr);
-    } catch (...) {
-      end(std::current_exception());
     }
+    error = error_;
   }
-  if (error_) std::rethrow_exception(error_);
+  complete_future();
+  if (error) std::rethrow_exception(error);
   return true;
 }
 
@@ -62,17 +73,17 @@ void RunnerWork::abort() {
 
 c10::intrusive_ptr<c10::ivalue::Future> RunnerWork::getFuture() {
   c10::intrusive_ptr<c10::ivalue::Future> future;
+  bool is_over = false;
   {
     const MutexLock lock(work_mutex_);
     if (future_) return future_;
     future = future_ =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (is_over_) {
-      complete_future();
-      return future;
-    }
+    is_over = is_over_;
   }
-  if (const auto driver = driver_.lock()) {
+  if (is_over) {
+    complete_future();
+  } else if (const auto driver = driver_.lock()) {
     driver->drive(c10::intrusive_ptr<RunnerWork>::reclaim_copy(this));
   } else {
     isCompleted();  // without an engine nothing moves any more
@@ -92,14 +103,23 @@ void RunnerWork::end(std::exception_ptr error) {
   is_over_ = true;
   after_ = nullptr;
   finish(error_);  // c10d::Work's own record of it
-  if (future_) complete_future();
 }
 
+// Without the mutex: what callers hang on the future runs in here, and may ask this work.
 void RunnerWork::complete_future() {
-  if (error_) {
-    future_->setErrorIfNeeded(error_);
-  } else if (!future_->completed()) {
-    future_->markCompleted(c10::IValue(tensors_));
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  std::exception_ptr error;
+  {
+    const MutexLock lock(work_mutex_);
+    if (!future_ || has_completed_future_) return;
+    has_completed_future_ = true;
+    future = future_;
+    error = error_;
+  }
+  if (error) {
+    future->setError(error);
+  } else {
+    future->markCompleted(c10::IValue(tensors_));
   }
 }
 

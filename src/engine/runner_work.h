@@ -63,8 +63,9 @@ class RunnerWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
+  bool look() LOCKSTEP_EXCLUDES(work_mutex_);
   void end(std::exception_ptr error) LOCKSTEP_REQUIRES(work_mutex_);
-  void complete_future() LOCKSTEP_REQUIRES(work_mutex_);
+  void complete_future() LOCKSTEP_EXCLUDES(work_mutex_);
 
   // Constant after construction.
   const std::shared_ptr<collective::Runner> runner_;
@@ -79,6 +80,7 @@ class RunnerWork : public c10d::Work {
   bool is_over_ LOCKSTEP_GUARDED_BY(work_mutex_) = false;
   std::exception_ptr error_ LOCKSTEP_GUARDED_BY(work_mutex_);
   c10::intrusive_ptr<c10::ivalue::Future> future_ LOCKSTEP_GUARDED_BY(work_mutex_);
+  bool has_completed_future_ LOCKSTEP_GUARDED_BY(work_mutex_) = false;
 };
 
 }  // namespace lockstep

@@ -7,9 +7,11 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <nlohmann/json.hpp>
 
 #include "base/frame.h"
 #include "base/text.h"
+#include "launch/cbor.h"
 
 namespace lockstep {
 
@@ -112,16 +114,19 @@ bool Connection::shake_hands() {
 }
 
 bool Connection::write_some() {
-  while (!unsent_.empty()) {
+  while (num_sent_ < unsent_.size()) {
     errno = 0;
-    const int size = static_cast<int>(std::min<std::size_t>(unsent_.size(), 1 << 20));
+    const char* const data = unsent_.data() + num_sent_;
+    const int size = static_cast<int>(std::min<std::size_t>(unsent_.size() - num_sent_, 1 << 20));
     const int count = session_
-                          ? SSL_write(session_.get(), unsent_.data(), size)
-                          : static_cast<int>(::send(socket_.get(), unsent_.data(),
+                          ? SSL_write(session_.get(), data, size)
+                          : static_cast<int>(::send(socket_.get(), data,
                                                     static_cast<std::size_t>(size), MSG_NOSIGNAL));
     if (count <= 0) return is_to_wait(count, "writing failed");
-    unsent_.erase(0, static_cast<std::size_t>(count));
+    num_sent_ += static_cast<std::size_t>(count);
   }
+  unsent_.clear();
+  num_sent_ = 0;
   return true;
 }
 
@@ -151,6 +156,10 @@ bool Connection::take_messages() {
     const auto* const body =
         reinterpret_cast<const std::uint8_t*>(received_.data()) + at + kFrameHead;
     at += kFrameHead + size;
+    if (!is_plain_cbor(body, size)) {
+      lose("it sent what is no message");
+      return false;
+    }
     try {
       callbacks_.received(Json::from_cbor(body, body + size));
     } catch (const Json::exception& error) {

@@ -6,16 +6,14 @@
 
 #include <functional>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 
+#include "base/json.h"
 #include "base/posix.h"
 #include "launch/event_loop.h"
 #include "launch/tls.h"
 
 namespace lockstep {
-
-using Json = nlohmann::json;
 
 // How the reason begins if the two sides could not prove themselves to each other.
 inline constexpr const char* kHandshakeFailed = "the handshake failed";
@@ -64,6 +62,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   short wanted_ = POLLIN;  // what the last operation waits for
   std::string received_;
   std::string unsent_;
+  std::size_t num_sent_ = 0;  // bytes of it that are gone
   EventLoop::Clock::time_point last_heard_ = EventLoop::Clock::now();
 };
 

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <chrono>
 #include <initializer_list>
+#include <set>
 
 #include "base/posix.h"
 #include "base/process.h"
@@ -16,7 +17,6 @@
 namespace lockstep {
 namespace {
 
-constexpr auto kSweepDeadline = std::chrono::seconds(5);
 constexpr int kImpatience = 5;  // seconds that an interrupted launcher may take the second time
 
 [[noreturn]] void be_worker(const std::function<int()>& work, pid_t guard) {
@@ -65,6 +65,8 @@ int run_guarded(const std::function<int()>& work) {
   ::signal(SIGCHLD, SIG_DFL);  // whoever started this may have ignored it
   const sigset_t signals = launcher_signals();
   ::sigprocmask(SIG_BLOCK, &signals, nullptr);
+  // A shell that becomes this program leaves it children: of `lockstep run ... > >(gzip)` the gzip.
+  const std::set<pid_t> of_others = children();
   adopt_orphans();
   const pid_t guard = ::getpid();
   const pid_t worker = ::fork();
@@ -76,7 +78,7 @@ int run_guarded(const std::function<int()>& work) {
   auto last_interrupt = std::chrono::steady_clock::now();
   while (true) {
     if (const auto end = look_at_end(worker)) {
-      kill_all_children(kSweepDeadline);
+      kill_all_children(kSweepDeadline, of_others);
       if (end->signal == 0) return end->code;
       text::print(stderr, "lockstep: the launcher's process {} {}; all ranks were killed\n", worker,
                   end->text());

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <nlohmann/json.hpp>
 
 #include "base/env.h"
 #include "base/text.h"
@@ -17,7 +18,6 @@
 namespace lockstep {
 namespace {
 
-constexpr auto kSweepDeadline = std::chrono::seconds(5);
 constexpr auto kEcho = std::chrono::seconds(1);
 
 bool has_saved(const ExitStatus& end) { return end.signal == 0 && end.code == kExitPreempted; }

@@ -13,13 +13,13 @@
 #include <set>
 
 #include "archive/folder.h"
+#include "base/json.h"
 #include "base/text.h"
 
 namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
 std::string size_text(std::uint64_t bytes) {
   constexpr std::array kUnits = {"B", "kB", "MB", "GB", "TB"};

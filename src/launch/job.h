@@ -2,9 +2,10 @@
 #pragma once
 
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
+
+#include "base/json.h"
 
 namespace lockstep {
 
@@ -46,8 +47,7 @@ class Leader {
   // All processes of the generation are gone from this host.
   virtual void report_end(End end) = 0;
   // A rank asks the job's store something.
-  virtual void ask_store(const nlohmann::json& request,
-                         std::function<void(const nlohmann::json&)> reply) = 0;
+  virtual void ask_store(const Json& request, std::function<void(const Json&)> reply) = 0;
 };
 
 }  // namespace lockstep

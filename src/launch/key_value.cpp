@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <charconv>
+#include <nlohmann/json.hpp>
+
+#include "base/text.h"
 
 namespace lockstep {
-
-using Json = nlohmann::json;
-using Bytes = std::vector<std::uint8_t>;
 
 Json KeyValue::answer(const Json& request) try {
   return try_to_answer(request);
@@ -21,13 +21,15 @@ Json KeyValue::try_to_answer(const Json& request) {
     return request.at(name).get_binary();
   };
   if (op == "set") {
-    values_[key()] = value("value");
+    put(key(), value("value"));
     return nullptr;
   }
   if (op == "append") {
-    Bytes& held = values_[key()];
+    const auto found = values_.find(key());
+    Bytes all = found == values_.end() ? Bytes() : found->second;
     const Bytes& more = value("value");
-    held.insert(held.end(), more.begin(), more.end());
+    all.insert(all.end(), more.begin(), more.end());
+    put(key(), std::move(all));
     return nullptr;
   }
   if (op == "compare_set") {  // as c10d's stores do: what is not there yet equals nothing
@@ -35,10 +37,11 @@ Json KeyValue::try_to_answer(const Json& request) {
     const Bytes& expected = value("expected");
     if (found == values_.end()) {
       if (!expected.empty()) return Json::binary(expected);
-      return Json::binary(values_[key()] = value("value"));
+      put(key(), value("value"));
+      return Json::binary(value("value"));
     }
-    if (found->second == expected) found->second = value("value");
-    return Json::binary(found->second);
+    if (found->second == expected) put(key(), value("value"));
+    return Json::binary(values_.at(key()));
   }
   if (op == "get") {
     const auto found = values_.find(key());
@@ -46,7 +49,8 @@ Json KeyValue::try_to_answer(const Json& request) {
   }
   if (op == "add") {
     const auto more = request.at("value").get<std::int64_t>();
-    Bytes& held = values_[key()];
+    const auto found = values_.find(key());
+    const Bytes held = found == values_.end() ? Bytes() : found->second;
     std::int64_t sum = 0;
     const auto* const begin = reinterpret_cast<const char*>(held.data());
     const auto read = std::from_chars(begin, begin + held.size(), sum);
@@ -57,7 +61,7 @@ Json KeyValue::try_to_answer(const Json& request) {
       throw Json::other_error::create(500, "the sum of " + key() + " is too large", &request);
     }
     const std::string text = std::to_string(sum);
-    held.assign(text.begin(), text.end());
+    put(key(), Bytes(text.begin(), text.end()));
     return sum;
   }
   if (op == "check") {
@@ -65,7 +69,13 @@ Json KeyValue::try_to_answer(const Json& request) {
       return values_.contains(one.get<std::string>());
     });
   }
-  if (op == "delete") return values_.erase(key()) != 0;
+  if (op == "delete") {
+    const auto found = values_.find(key());
+    if (found == values_.end()) return false;
+    num_bytes_ -= found->first.size() + found->second.size();
+    values_.erase(found);
+    return true;
+  }
   if (op == "count") return values_.size();
   if (op == "list") {
     Json keys = Json::array();
@@ -73,6 +83,21 @@ Json KeyValue::try_to_answer(const Json& request) {
     return keys;
   }
   throw Json::other_error::create(500, "there is no operation " + op, &request);
+}
+
+void KeyValue::put(const std::string& key, Bytes value) {
+  const auto found = values_.find(key);
+  const std::size_t before = found == values_.end() ? 0 : key.size() + found->second.size();
+  const std::size_t after = num_bytes_ - before + key.size() + value.size();
+  if (after > kMaxBytes) {
+    throw Json::other_error::create(
+        500,
+        text::format("the job's store has {} bytes and takes no more than {}", num_bytes_,
+                     kMaxBytes),
+        nullptr);
+  }
+  values_[key] = std::move(value);
+  num_bytes_ = after;
 }
 
 }  // namespace lockstep

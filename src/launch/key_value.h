@@ -3,24 +3,35 @@
 #pragma once
 
 #include <map>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
+
+#include "base/json.h"
 
 namespace lockstep {
 
 class KeyValue {
  public:
-  // Answers {"op": ..., "key": ..., ...}; values are CBOR's byte strings. An operation that does
-  // not exist, or lacks a part, throws nlohmann::json::exception.
-  nlohmann::json answer(const nlohmann::json& request);
+  // Keys and values together. Ranks keep addresses and reports here, not data.
+  static constexpr std::size_t kMaxBytes = 64 << 20;
 
-  void clear() { values_.clear(); }
+  // Answers {"op": ..., "key": ..., ...}; values are CBOR's byte strings. An operation that does
+  // not exist, lacks a part, or finds no room is answered with {"error": ...}.
+  Json answer(const Json& request);
+
+  void clear() {
+    values_.clear();
+    num_bytes_ = 0;
+  }
 
  private:
-  nlohmann::json try_to_answer(const nlohmann::json& request);
+  using Bytes = std::vector<std::uint8_t>;
 
-  std::map<std::string, std::vector<std::uint8_t>> values_;
+  Json try_to_answer(const Json& request);
+  void put(const std::string& key, Bytes value);
+
+  std::map<std::string, Bytes> values_;
+  std::size_t num_bytes_ = 0;
 };
 
 }  // namespace lockstep

@@ -6,16 +6,18 @@
 #include <lockstep/sync_batch_norm.h>
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/ops/batch_norm_native.h>
 #include <lockstep/error.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/library.h>
 #include <torch/nn/modules/batchnorm.h>
 
 #include <map>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -39,8 +41,9 @@ class Layers {
   }
 
   // False if it is there already.
-  bool add(const at::Tensor& key, std::shared_ptr<World> world) {
-    const std::lock_guard lock(mutex_);
+  bool add(const at::Tensor& key, std::shared_ptr<World> world,
+           const std::shared_ptr<torch::nn::Module>& module) {
+    const MutexLock lock(mutex_);
     if (layers_.contains(key.unsafeGetTensorImpl())) return false;
     if (layers_.empty()) {
       for (const auto dispatch : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
@@ -49,27 +52,35 @@ class Layers {
         library->impl("batch_norm", torch::CppFunction::makeFromUnboxedFunction(&synchronised));
       }
     }
-    layers_[key.unsafeGetTensorImpl()] = std::move(world);
+    layers_[key.unsafeGetTensorImpl()] = {std::move(world), module};
     return true;
   }
 
   void remove(const at::Tensor& key) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     layers_.erase(key.unsafeGetTensorImpl());
     if (layers_.empty()) libraries_.clear();
   }
 
+  // The world of a layer that trains. Without running statistics, a layer in eval() calls the
+  // operator as if it trained.
   std::shared_ptr<World> find(const std::optional<at::Tensor>& tensor) {
     if (!tensor || !tensor->defined()) return nullptr;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = layers_.find(tensor->unsafeGetTensorImpl());
-    return found == layers_.end() ? nullptr : found->second;
+    if (found == layers_.end()) return nullptr;
+    const auto module = found->second.module.lock();
+    return module && module->is_training() ? found->second.world : nullptr;
   }
 
  private:
-  std::mutex mutex_;
-  std::map<const c10::TensorImpl*, std::shared_ptr<World>> layers_;
-  std::vector<std::unique_ptr<torch::Library>> libraries_;
+  struct Layer {
+    std::shared_ptr<World> world;
+    std::weak_ptr<torch::nn::Module> module;
+  };
+  Mutex mutex_;
+  std::map<const c10::TensorImpl*, Layer> layers_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::vector<std::unique_ptr<torch::Library>> libraries_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 // All dimensions but the channels'.
@@ -79,6 +90,11 @@ std::vector<std::int64_t> others(const at::Tensor& input) {
     if (dim != 1) dims.push_back(dim);
   }
   return dims;
+}
+
+// As native batch normalisation does: 16-bit values are computed with in f32.
+at::Tensor widened(const at::Tensor& tensor) {
+  return tensor.to(at::toOpMathType(tensor.scalar_type()));
 }
 
 at::Tensor by_channel(const at::Tensor& values, const at::Tensor& input) {
@@ -99,15 +115,17 @@ class Function : public torch::autograd::Function<Function> {
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor running_mean = maybe_mean.value_or(at::Tensor());
     const at::Tensor running_var = maybe_variance.value_or(at::Tensor());
+    const at::Tensor wide = widened(input);
     const auto dims = others(input);
     const std::int64_t channels = input.size(1);
-    const auto count = static_cast<double>(input.numel() / std::max<std::int64_t>(channels, 1));
+    const std::int64_t per_channel = input.numel() / std::max<std::int64_t>(channels, 1);
+    const auto count = static_cast<double>(per_channel);
     // Of each rank: count, means, and sums of squared deviations, which add up without cancelling.
     // In double, and in the order of ranks: the same bits on all.
     at::Tensor mine = at::zeros({1 + 2 * channels}, input.options().dtype(at::kDouble));
     mine[0] = count;
     if (count > 0) {
-      const auto [variance, mean] = at::var_mean(input, dims, /*unbiased=*/false);
+      const auto [variance, mean] = at::var_mean(wide, dims, /*unbiased=*/false);
       mine.narrow(0, 1, channels).copy_(mean);
       mine.narrow(0, 1 + channels, channels).copy_(variance.to(at::kDouble) * count);
     }
@@ -131,21 +149,26 @@ class Function : public torch::autograd::Function<Function> {
       running_var.mul_(1 - momentum)
           .add_((squares / (total - 1)).to(running_var.scalar_type()), momentum);
     }
-    at::Tensor output = (input - by_channel(mean, input)) * by_channel(scale, input);
+    at::Tensor output = (wide - by_channel(mean, wide)) * by_channel(scale, wide);
     context->save_for_backward({input, weight, mean, scale});
     context->saved_data["total"] = total;
     context->saved_data["has_bias"] = bias.defined();
+    context->saved_data["bias_type"] =
+        static_cast<std::int64_t>(bias.defined() ? bias.scalar_type() : input.scalar_type());
     Worlds::keep(context, std::move(world));
-    if (weight.defined()) output = output * by_channel(weight, input);
-    if (bias.defined()) output = output + by_channel(bias, input);
-    return output;
+    if (weight.defined()) output = output * by_channel(weight, wide);
+    if (bias.defined()) output = output + by_channel(bias, wide);
+    return output.to(input.scalar_type());
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const bool makes_graph = at::GradMode::is_enabled();
+    const at::NoGradGuard no_grad;
     const auto saved = context->get_saved_variables();
-    const at::Tensor& input = saved[0];
+    const at::ScalarType type = saved[0].scalar_type();
+    const at::Tensor input = widened(saved[0]);
     const at::Tensor& weight = saved[1];
-    const at::Tensor& gradient = gradients[0];
+    const at::Tensor gradient = widened(gradients[0]);
     const auto world = Worlds::of(context);
     const auto dims = others(input);
     const std::int64_t channels = input.size(1);
@@ -161,17 +184,32 @@ class Function : public torch::autograd::Function<Function> {
     of_input = of_input * by_channel(saved[3], input);
     if (weight.defined()) of_input = of_input * by_channel(weight, input);
     const bool has_bias = context->saved_data["has_bias"].toBool();
-    return {of_input,
-            weight.defined() ? of_weight.to(weight.scalar_type()) : at::Tensor(),
-            has_bias ? of_bias.to(input.scalar_type()) : at::Tensor(),
-            at::Tensor(),
-            at::Tensor(),
-            at::Tensor(),
-            at::Tensor(),
-            at::Tensor()};
+    variable_list results = {of_input.to(type),
+                             weight.defined() ? of_weight.to(weight.scalar_type()) : at::Tensor(),
+                             has_bias ? of_bias.to(bias_type(context)) : at::Tensor()};
+    if (makes_graph) results = refuse_twice(std::move(results));
+    results.resize(8);
+    return results;
   }
 
  private:
+  static at::ScalarType bias_type(AutogradContext* context) {
+    return static_cast<at::ScalarType>(context->saved_data["bias_type"].toInt());
+  }
+
+  // Gradients of gradients would lack what other ranks' outputs contribute.
+  static variable_list refuse_twice(variable_list results) {
+    for (at::Tensor& one : results) {
+      if (one.defined()) one.requires_grad_();
+    }
+    torch::autograd::DelayedError error(
+        "SyncBatchNorm has no gradients of gradients: what other ranks contribute would be "
+        "missing. Use BatchNorm where they are needed.",
+        static_cast<int>(results.size()));
+    const at::AutoGradMode grad_mode(true);
+    return error(std::move(results));
+  }
+
   // A world on its way from forward to backward, as autograd keeps it.
   struct Worlds : torch::CustomClassHolder {
     explicit Worlds(std::shared_ptr<World> one) : world(std::move(one)) {}
@@ -228,7 +266,8 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
   }
   if (world.size() == 1) return;
   const auto own = std::make_shared<World>(world.duplicate());
-  const auto add = [&](const std::string& name, const at::Tensor& weight, const at::Tensor& mean) {
+  const auto add = [&](const auto& item, const at::Tensor& weight, const at::Tensor& mean) {
+    const std::string& name = item.key();
     const at::Tensor& key = weight.defined() ? weight : mean;
     if (!key.defined()) {
       throw UsageError(
@@ -238,7 +277,7 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
                        "track_running_stats(true).",
                        name));
     }
-    if (!Layers::of_process().add(key, own)) {
+    if (!Layers::of_process().add(key, own, item.value())) {
       throw UsageError(
           {.rank = world.rank(), .operation = "SyncBatchNorm"},
           text::format("The layer {} is synchronised already.\nMake one SyncBatchNorm for "
@@ -250,11 +289,11 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
   for (const auto& item : model->named_modules()) {
     const torch::nn::Module& layer = *item.value();
     if (const auto* one = layer.as<torch::nn::BatchNorm1dImpl>()) {
-      add(item.key(), one->weight, one->running_mean);
+      add(item, one->weight, one->running_mean);
     } else if (const auto* two = layer.as<torch::nn::BatchNorm2dImpl>()) {
-      add(item.key(), two->weight, two->running_mean);
+      add(item, two->weight, two->running_mean);
     } else if (const auto* three = layer.as<torch::nn::BatchNorm3dImpl>()) {
-      add(item.key(), three->weight, three->running_mean);
+      add(item, three->weight, three->running_mean);
     }
   }
 }

@@ -40,7 +40,10 @@ Curve cosine(std::int64_t steps, double floor) {
 
 Curve stairs(std::int64_t steps, double gamma) {
   check_steps("stairs", steps);
-  return [=](std::int64_t step) { return std::pow(gamma, static_cast<double>(step / steps)); };
+  return [=](std::int64_t step) {
+    const std::int64_t stair = step / steps;
+    return std::pow(gamma, static_cast<double>(stair));
+  };
 }
 
 Curve one_cycle(std::int64_t steps, const OneCycle& options) {
@@ -77,7 +80,7 @@ void Schedule::step() {
 
 double Schedule::lr() const { return base_lrs_.empty() ? 0 : base_lrs_[0] * curve_(steps_); }
 
-void Schedule::load_state(const State& state) {
+void Schedule::check_state(const State& state) const {
   if (state.base_lrs.size() != base_lrs_.size() || state.steps < 0) {
     throw UsageError(
         {.operation = "Schedule"},
@@ -85,6 +88,10 @@ void Schedule::load_state(const State& state) {
                      "{} groups.\nLoad the state of a run with the same groups.",
                      state.base_lrs.size(), state.steps, base_lrs_.size()));
   }
+}
+
+void Schedule::load_state(const State& state) {
+  check_state(state);
   steps_ = state.steps;
   base_lrs_ = state.base_lrs;
   apply();

@@ -10,6 +10,7 @@ namespace lockstep::shm {
 
 std::byte* Areas::allocate(std::size_t bytes) {
   bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
+  const MutexLock lock(mutex_);
   OwnArea* best = nullptr;
   for (OwnArea& area : own_) {
     const bool fits =
@@ -32,12 +33,14 @@ std::byte* Areas::allocate(std::size_t bytes) {
 }
 
 void Areas::release(std::byte* memory) noexcept {
+  const MutexLock lock(mutex_);
   for (OwnArea& area : own_) {
     if (area.segment.data() == memory) area.is_free = true;
   }
 }
 
-std::optional<Areas::Place> Areas::find(const std::byte* begin, std::size_t bytes) const {
+std::optional<Areas::Place> Areas::find(const std::byte* begin, std::size_t bytes) {
+  const MutexLock lock(mutex_);
   for (std::size_t index = 0; index < own_.size(); ++index) {
     const Segment& segment = own_[index].segment;
     if (begin < segment.data() || begin + bytes > segment.data() + segment.size()) continue;
@@ -48,7 +51,10 @@ std::optional<Areas::Place> Areas::find(const std::byte* begin, std::size_t byte
 }
 
 std::byte* Areas::memory(int peer, std::uint32_t index) {
-  if (peer == peers_.rank) return own_[index].segment.data();
+  if (peer == peers_.rank) {
+    const MutexLock lock(mutex_);
+    return own_[index].segment.data();
+  }
   auto& known = attached_[static_cast<std::size_t>(peer)];
   auto found = known.find(index);
   if (found == known.end()) {

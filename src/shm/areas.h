@@ -2,7 +2,8 @@
 // this rank has met them.
 //
 // Freed memory is kept for the next allocation, because peers may have it mapped.
-// Threading: guarded by the group's mutex.
+// Threading: memory() is guarded by the group's mutex, the rest by one of its own: memory is
+// released wherever its last owner goes, which may be an operation that the group has just ended.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/mutex.h"
 #include "shm/peers.h"
 
 namespace lockstep::shm {
@@ -28,7 +30,7 @@ class Areas {
     std::uint32_t index = 0;
     std::uint64_t offset = 0;
   };
-  std::optional<Place> find(const std::byte* begin, std::size_t bytes) const;
+  std::optional<Place> find(const std::byte* begin, std::size_t bytes);
 
   // The memory of a rank's area, in this process.
   std::byte* memory(int peer, std::uint32_t index);
@@ -40,7 +42,8 @@ class Areas {
   };
 
   const Peers& peers_;
-  std::vector<OwnArea> own_;                                // by index
+  Mutex mutex_;
+  std::vector<OwnArea> own_ LOCKSTEP_GUARDED_BY(mutex_);    // by index
   std::vector<std::map<std::uint32_t, Segment>> attached_;  // by rank
 };
 

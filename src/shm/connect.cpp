@@ -101,7 +101,9 @@ Peers connect(const GroupOptions& options, const Exchange& exchange) {
     }
     unite(all_cores, its.cores);
     peers.processes.push_back(its.segment.owner);
-    peers.segments.push_back(peer == options.rank ? std::move(mine) : Segment::attach(its.segment));
+    peers.segments.push_back(peer == options.rank
+                                 ? std::move(mine)  // NOLINT(bugprone-use-after-move): once
+                                 : Segment::attach(its.segment));
     peers.controls.push_back(reinterpret_cast<Control*>(peers.segments.back().data()));
   }
   peers.has_core_for_each = std::ranges::count(all_cores, '1') >= options.size;

@@ -56,15 +56,9 @@ void Group::leave() noexcept {
   }
 }
 
-std::byte* Group::allocate(std::size_t bytes) {
-  const MutexLock lock(mutex_);
-  return areas_.allocate(bytes);
-}
+std::byte* Group::allocate(std::size_t bytes) { return areas_.allocate(bytes); }
 
-void Group::release(std::byte* memory) noexcept {
-  const MutexLock lock(mutex_);
-  areas_.release(memory);
-}
+void Group::release(std::byte* memory) noexcept { areas_.release(memory); }
 
 std::shared_ptr<collective::Request> Group::start(Operation operation) {
   collective::check(operation, peers_.my_global_rank(), size());
@@ -175,11 +169,19 @@ void Group::check_peers_of(const Request& request) {
   const Activity activity = message != nullptr ? activity_of(request) : pieces_.oldest_activity();
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank()) continue;
-    const bool matters = message != nullptr
-                             ? message->message.peer == peer || message->message.peer == kAnyRank
-                             : peers_.control(peer).retired.load() <
-                                   pieces_.last_of(static_cast<const PendingOperation&>(request));
-    if (matters) check_peer(peer, activity);
+    const auto matters = [&]() LOCKSTEP_REQUIRES(mutex_) {
+      if (message == nullptr) {
+        return peers_.control(peer).retired.load() <
+               pieces_.last_of(static_cast<const PendingOperation&>(request));
+      }
+      if (message->message.peer != peer && message->message.peer != kAnyRank) return false;
+      progress(true);
+      return !is_done(request);
+    };
+    if (!matters()) continue;
+    // It may have done its part and gone between two looks: what it did counts.
+    const PeerState state = look_at(peer);
+    if (!state.is_fine() && matters()) throw_lost(peer, state, activity);
   }
 }
 
@@ -189,28 +191,28 @@ std::string Group::describe(int peer) const {
   return text::format("rank {} (pid {})", global_rank, peers_.process(peer).pid);
 }
 
-// Throws if the rank is gone or has failed.
-void Group::check_peer(int peer, const Activity& activity) const {
-  const Control& theirs = peers_.control(peer);
-  const RankState state = theirs.state.load();
+// First whether it lives, then what it says: of one that has ended that is its last word.
+Group::PeerState Group::look_at(int peer) const {
+  const bool lives = is_alive(peers_.process(peer));
+  return {.is_alive = lives, .state = peers_.control(peer).state.load()};
+}
+
+void Group::throw_lost(int peer, const PeerState& its, const Activity& activity) const {
   ErrorPlace place{.rank = peers_.my_global_rank(), .operation = activity.operation};
-  if (state == RankState::kFailed) {
-    const Cause cause = cause_from(theirs.cause);
+  if (its.state == RankState::kFailed) {
+    const Cause cause = cause_from(peers_.control(peer).cause);
     throw_cause(cause, place, options_.describe ? options_.describe(cause.rank) : "");
   }
   place.peer = peers_.global_rank(peer);
-  const ProcessId& process = peers_.process(peer);
-  if (!is_alive(process)) {
-    throw PeerLostError(
-        place, text::format("{} lost {}, which {}.\nLook at the last lines of rank "
-                            "{}, fix the cause and restart the job.",
-                            activity.text, describe(peer), describe_end(process), place.peer));
+  if (!its.is_alive) {
+    throw PeerLostError(place, text::format("{} lost {}, which {}.\nLook at the last lines of rank "
+                                            "{}, fix the cause and restart the job.",
+                                            activity.text, describe(peer),
+                                            describe_end(peers_.process(peer)), place.peer));
   }
-  if (state == RankState::kLeft) {
-    throw PeerLostError(place, text::format("{} waits for {}, which has left this world.\nMake "
-                                            "the same calls on all ranks before the world ends.",
-                                            activity.text, describe(peer)));
-  }
+  throw PeerLostError(place, text::format("{} waits for {}, which has left this world.\nMake "
+                                          "the same calls on all ranks before the world ends.",
+                                          activity.text, describe(peer)));
 }
 
 // Those that have not posted what is waited for.
@@ -287,8 +289,9 @@ void Group::check_peers(const Activity& activity) {
   const MutexLock lock(mutex_);
   throw_if_failed();
   for (int peer = 0; peer < size(); ++peer) {
-    const bool has_left = peers_.control(peer).state.load() == RankState::kLeft;
-    if (peer != rank() && !has_left) check_peer(peer, activity);
+    if (peer == rank()) continue;
+    const PeerState state = look_at(peer);
+    if (!state.is_fine() && state.state != RankState::kLeft) throw_lost(peer, state, activity);
   }
 }
 

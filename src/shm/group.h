@@ -84,7 +84,15 @@ class Group final : public collective::Runner {
 
   Activity activity_of(const Request& request) const;
   void check_peers_of(const Request& request) LOCKSTEP_REQUIRES(mutex_);
-  void check_peer(int peer, const Activity& activity) const;
+  struct PeerState {
+    bool is_alive = true;
+    RankState state = {};
+    bool is_fine() const {
+      return is_alive && state != RankState::kFailed && state != RankState::kLeft;
+    }
+  };
+  PeerState look_at(int peer) const;
+  [[noreturn]] void throw_lost(int peer, const PeerState& its, const Activity& activity) const;
   std::string describe(int peer) const;
   std::vector<int> missing_ranks() const LOCKSTEP_REQUIRES(mutex_);
   void warn_of(const Request& request) const LOCKSTEP_REQUIRES(mutex_);
@@ -99,8 +107,8 @@ class Group final : public collective::Runner {
   Peers peers_;
   const int num_looks_;  // before a rank that waits offers its core to others
 
+  Areas areas_;
   Mutex mutex_;
-  Areas areas_ LOCKSTEP_GUARDED_BY(mutex_);
   Messages messages_ LOCKSTEP_GUARDED_BY(mutex_);
   Pieces pieces_ LOCKSTEP_GUARDED_BY(mutex_);
   std::exception_ptr failure_ LOCKSTEP_GUARDED_BY(mutex_);

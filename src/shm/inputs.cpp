@@ -81,7 +81,7 @@ void Pieces::copy_input(const Piece& piece, std::byte* target) const {
 std::byte* Pieces::input_of(int peer, const Piece& piece, int part) {
   Slot& theirs = slot(peer, piece);
   const Record& record = theirs.record;
-  const std::size_t element = size_of(record.type);
+  const std::size_t element = size_of(record.signature.type);
   const auto index = static_cast<std::size_t>(part);
   const std::size_t packed = index * piece.count * element;
   if (record.place == kInSlot) return theirs.payload + packed;
@@ -89,7 +89,8 @@ std::byte* Pieces::input_of(int peer, const Piece& piece, int part) {
     return peers_.control(peer).small_buffers[0].data() + record.offset + packed;
   }
   if (record.place == kStaging) return peers_.staging(peer) + record.offset + packed;
-  return areas_.memory(peer, record.place) + record.offset + index * record.total * element;
+  return areas_.memory(peer, record.place) + record.offset +
+         index * record.signature.count * element;
 }
 
 }  // namespace lockstep::shm

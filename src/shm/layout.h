@@ -27,6 +27,7 @@ using collective::DataType;
 using collective::Kind;
 using collective::kLine;
 using collective::Reduction;
+using collective::Signature;
 
 constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
 constexpr std::uint32_t kShmVersion = 3;                 // of everything in this file
@@ -43,12 +44,7 @@ constexpr std::size_t kCauseBytes = 1024;
 
 // What a rank says of a piece. All fields before `place` must be equal on all ranks.
 struct Record {
-  Kind kind;
-  DataType type;
-  Reduction reduction;
-  std::uint8_t unused;
-  std::int32_t root;
-  std::uint64_t total;   // elements of a part in the whole operation
+  Signature signature;   // of the whole operation
   std::uint32_t piece;   // which piece of the operation
   std::uint32_t place;   // where the input is: one of the following, or an area
   std::uint64_t offset;  // in there

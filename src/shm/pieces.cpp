@@ -113,12 +113,7 @@ bool Pieces::post_next() {
   piece.first = index * elements_per_piece(operation);
   piece.count = std::min(elements_per_piece(operation), operation.count - piece.first);
   Slot& mine = slot(peers_.rank, piece);
-  mine.record = {.kind = operation.kind,
-                 .type = operation.type,
-                 .reduction = operation.reduction,
-                 .unused = 0,
-                 .root = operation.root,
-                 .total = operation.count,
+  mine.record = {.signature = operation.signature(),
                  .piece = static_cast<std::uint32_t>(index),
                  .place = kNowhere,
                  .offset = 0,
@@ -165,17 +160,8 @@ void Pieces::compare_records(const Piece& piece) const {
   for (int peer = 1; peer < peers_.size; ++peer) {
     const Record& other = slot(peer, piece).record;
     if (std::memcmp(&first, &other, offsetof(Record, place)) == 0) continue;
-    const auto operation_of = [](const Record& record) {
-      Operation operation;
-      operation.kind = record.kind;
-      operation.type = record.type;
-      operation.reduction = record.reduction;
-      operation.root = record.root;
-      operation.count = record.total;
-      return operation;
-    };
     collective::throw_mismatch(peers_.my_global_rank(), piece.number, peers_.global_rank(0),
-                               operation_of(first), peers_.global_rank(peer), operation_of(other));
+                               first.signature, peers_.global_rank(peer), other.signature);
   }
 }
 

@@ -162,7 +162,7 @@ at::Tensor unpack_tensor(std::string_view bytes) {
   for (std::size_t i = 0; i < num_dims; ++i) sizes.push_back(number(2 + i));
   at::Tensor tensor = at::empty(sizes, static_cast<at::ScalarType>(number(0)));
   bytes.remove_prefix((2 + num_dims) * sizeof(std::int64_t));
-  std::memcpy(tensor.mutable_data_ptr(), bytes.data(), tensor.nbytes());
+  if (tensor.numel() > 0) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), tensor.nbytes());
   return tensor;
 }
 

@@ -17,7 +17,6 @@
 namespace lockstep {
 namespace {
 
-using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
 // The launcher answers at once, or is gone; only a lost host makes this long.
@@ -73,12 +72,13 @@ c10::intrusive_ptr<c10d::Store> LauncherStore::clone() {
 
 Json LauncherStore::ask(const Json& question) {
   const std::string frame = to_frame(Json::to_cbor(question));
-  const std::lock_guard lock(line_->mutex);
+  const MutexLock lock(line_->mutex);
   const int socket = line_->socket.get();
   if (socket < 0) C10_THROW_ERROR(DistStoreError, "the launcher did not answer before");
   const auto deadline = Clock::now() + kAnswerDeadline;
   // After a failure a late answer would be taken for that to the next question.
-  auto give_up = c10::make_scope_exit([&] { line_->socket.reset(); });
+  auto give_up =
+      c10::make_scope_exit([&]() LOCKSTEP_REQUIRES(line_->mutex) { line_->socket.reset(); });
   send_all(socket, frame, deadline);
   const std::size_t size = frame_size(receive(socket, kFrameHead, deadline));
   Json answer = Json::from_cbor(receive(socket, size, deadline));

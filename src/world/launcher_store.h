@@ -8,10 +8,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
-#include <nlohmann/json_fwd.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/json.h"
+#include "base/mutex.h"
 #include "base/posix.h"
 
 namespace lockstep {
@@ -44,12 +44,12 @@ class LauncherStore : public c10d::Store {
 
  private:
   struct Line {  // shared by clones
-    std::mutex mutex;
-    Fd socket;
+    Mutex mutex;
+    Fd socket LOCKSTEP_GUARDED_BY(mutex);
   };
   LauncherStore(std::shared_ptr<Line> line, std::chrono::milliseconds timeout);
 
-  nlohmann::json ask(const nlohmann::json& question);
+  Json ask(const Json& question);
 
   std::shared_ptr<Line> line_;
 };

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "base/cause.h"
+#include "base/json.h"
 #include "base/posix.h"
 #include "base/process.h"
 #include "base/text.h"
@@ -21,7 +22,6 @@
 namespace lockstep {
 namespace {
 
-using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
 // What a rank tells the others about itself.

@@ -24,6 +24,13 @@ lockstep=$build/bin/lockstep
 expect "3 ranks, replicas equal: yes" "$lockstep" run -n 3 -- "$program"
 expect "started by lockstep" "$lockstep" run -n 2 -- "$program"
 refuse "exit code 1" env LOCKSTEP_ENGINE=nonsense "$lockstep" run -n 2 -- "$program"
+# A child that it did not start lives on and gets all output.
+bash -c "exec $lockstep run -n 1 -- echo hello > >(sleep 0.3; gzip >$work/log.gz)"
+for _ in $(seq 100); do
+  zcat "$work/log.gz" 2>/dev/null | grep -q hello && break
+  sleep 0.1
+done
+zcat "$work/log.gz" | grep -q hello || die "the launcher ended the process that reads its output"
 export LOCKSTEP_SECRET=only-for-this-test
 for engine in shm gloo; do
   port=$((20000 + RANDOM % 12000))

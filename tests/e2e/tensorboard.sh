@@ -9,7 +9,7 @@ python=$repo/build/venv/bin/python3
   exit 0
 }
 mkdir "$work/events"
-LOCKSTEP_TEST_EVENTS=$work/events "$build/tests/test_kit_ranks" --gtest_filter=TensorBoard.WritesEvents >"$work/log" 2>&1 ||
+LOCKSTEP_TEST_EVENTS=$work/events "$build/tests/test_kit" --gtest_filter=TensorBoard.WritesEvents >"$work/log" 2>&1 ||
   die "$(cat "$work/log")"
 "$python" - "$work/events" <<'EOF'
 import sys

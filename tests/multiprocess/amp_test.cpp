@@ -127,6 +127,75 @@ TEST(GradScaler, AnInfOnOneRankSkipsTheStepOnAll) {
   })));
 }
 
+// As with Python's: each optimizer has its own step, and there is one update for all.
+TEST(GradScaler, ServesSeveralOptimizers) {
+  const World world = World::join();
+  auto first = at::ones({2}).requires_grad_();
+  auto second = at::ones({2}).requires_grad_();
+  torch::optim::SGD one({first}, 0.1);
+  torch::optim::SGD other({second}, 0.1);
+  GradScaler scaler(world, {.scale = 8});
+  scaler.scale((first + second).sum()).backward();
+  EXPECT_TRUE(scaler.step(one));
+  EXPECT_TRUE(scaler.step(other));
+  scaler.update();
+  EXPECT_NEAR(first[0].item<float>(), 0.9, 1e-6);
+  EXPECT_NEAR(second[0].item<float>(), 0.9, 1e-6);
+
+  // Only the one whose gradients overflowed is left out; the scale shrinks once.
+  first.mutable_grad() = at::full({2}, 8.0F);
+  second.mutable_grad() = at::full({2}, std::numeric_limits<float>::infinity());
+  scaler.unscale(one);
+  EXPECT_TRUE(scaler.step(one));
+  EXPECT_FALSE(scaler.step(other));
+  EXPECT_THROW(scaler.step(one), UsageError);
+  EXPECT_THROW(scaler.unscale(one), UsageError);
+  scaler.update();
+  EXPECT_NEAR(first[0].item<float>(), 0.8, 1e-6);
+  EXPECT_NEAR(second[0].item<float>(), 0.9, 1e-6);
+  EXPECT_EQ(scaler.current_scale(), 4);
+  EXPECT_EQ(scaler.skipped(), 1);
+}
+
+TEST(GradScaler, CanBeSwitchedOff) {
+  const World world = World::join();
+  auto weight = at::ones({2}).requires_grad_();
+  torch::optim::SGD optimizer({weight}, 0.1);
+  GradScaler scaler(world, {.enabled = false});
+  scaler.scale(weight.sum()).backward();
+  scaler.unscale(optimizer);
+  EXPECT_TRUE(scaler.step(optimizer));
+  scaler.update();
+  EXPECT_NEAR(weight[0].item<float>(), 0.9, 1e-6);
+  EXPECT_EQ(scaler.current_scale(), 1);
+}
+
+// Averaged gradients are the same everywhere, so a rank that is out of data is not waited for.
+TEST(GradScaler, NeedsNoCollectiveWhereGradientsAreAveraged) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    auto weight = at::ones({2}).requires_grad_();
+    DistributedDataParallel ddp({{"weight", weight}}, world);
+    torch::optim::SGD optimizer({weight}, 0.1);
+    GradScaler scaler(world, {.scale = 4, .growth_interval = 1});
+    const auto step = [&] {
+      scaler.step(optimizer);
+      scaler.update();
+    };
+    for (int i = 0; i < (rank == 0 ? 3 : 1); ++i) {
+      optimizer.zero_grad();
+      const bool is_bad = rank == 0 && i == 1;
+      scaler.scale(weight.sum() * (is_bad ? std::numeric_limits<float>::infinity() : 1)).backward();
+      if (rank == 0 && i == 2) scaler.unscale(optimizer);  // without the other rank
+      step();
+    }
+    ddp.join(step);
+    world.barrier();
+    EXPECT_EQ(scaler.skipped(), 1);
+    EXPECT_NEAR(weight[0].item<float>(), 0.8, 1e-6);
+  })));
+}
+
 TEST(GradScaler, MisuseIsNamed) {
   const World world = World::join();
   auto weight = at::ones({1}).requires_grad_();

@@ -54,13 +54,62 @@ void expect_error(const std::function<void()>& call, const std::vector<std::stri
   }
 }
 
+// A checkpoint that version 0.1 has written after 8 steps, loaded by this one, gives the bits of a
+// run that was never interrupted.
+TEST(OldCheckpoint, Of01GoesOnExactly) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int) {
+    const World world = World::join();
+    Training whole(world);
+    for (int i = 0; i < 17; ++i) whole.step();
+    Training second(world);
+    Checkpointer checkpoints(folder.path(), world);
+    second.add_to(checkpoints);
+    EXPECT_EQ(checkpoints.load(LOCKSTEP_GOLDEN_DIR "/checkpoint-0.1/0-step-8").step, 8);
+    for (int i = 8; i < 17; ++i) second.step();
+    EXPECT_TRUE(is_equal(whole.state(), second.state()));
+    EXPECT_EQ(whole.scaler->current_scale(), second.scaler->current_scale());
+    EXPECT_EQ(whole.schedule->lr(), second.schedule->lr());
+    EXPECT_EQ(whole.loader->state(), second.loader->state());
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
+// All or nothing: the data set is too small for the sampler's state, and the weights stay.
+TEST(Checkpoint, WhatDoesNotFitChangesNothing) {
+  const TempFolder folder(kFolder);
+  const World world = World::join();
+  const auto loader_of = [&](std::int64_t size) {
+    const auto data = std::make_shared<TensorDataset>(at::ones({size, 1}), at::ones({size}));
+    return Loader(data, DistributedSampler(data->size(), world), LoaderOptions{.batch_size = 4});
+  };
+  torch::nn::Linear model(2, 1);
+  Loader loader = loader_of(40);
+  for (int i = 0; i < 5; ++i) loader.next();
+  Checkpointer checkpoints(folder.path(), world);
+  checkpoints.add(model).add(loader);
+  checkpoints.save(1);
+
+  torch::nn::Linear other(2, 1);
+  Loader small = loader_of(12);
+  small.next();
+  Checkpointer others(folder.path() + "/others", world);
+  others.add(other).add(small);
+  const at::Tensor before = other->weight.detach().clone();
+  const SamplerState state = small.state();
+  expect_error<UsageError>([&] { others.load(folder.path() + "/0-step-1"); },
+                           {"20 samples consumed"});
+  EXPECT_TRUE(at::equal(other->weight, before));
+  EXPECT_EQ(small.state(), state);
+}
+
 class ExactResume : public testing::TestWithParam<std::tuple<std::string, bool, Writers>> {};
 
 // 17 steps of 8 samples and two ranks in epochs of 48: the checkpoint is in the middle of one.
 TEST_P(ExactResume, GivesTheSameBits) {
   const TempFolder folder(kFolder);
-  const auto [optimizer, is_async, writers] = GetParam();
   const auto body = [&](int) {
+    const auto [optimizer, is_async, writers] = GetParam();
     const World world = World::join();
     Training whole(world, optimizer);
     for (int i = 0; i < 17; ++i) whole.step();
@@ -528,6 +577,7 @@ TEST(Weights, EveryTypeAndLayoutComesBack) {
     if (tensor.scalar_type() == at::kComplexDouble) tensor = at::view_as_real(tensor);
     EXPECT_EQ(found->tensor.scalar_type(), tensor.scalar_type()) << one.name;
     EXPECT_EQ(found->tensor.sizes(), tensor.sizes()) << one.name;
+    if (tensor.numel() == 0) continue;
     EXPECT_EQ(std::memcmp(found->tensor.const_data_ptr(), tensor.const_data_ptr(), tensor.nbytes()),
               0)
         << one.name;

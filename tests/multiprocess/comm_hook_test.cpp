@@ -750,5 +750,72 @@ TEST(TrainingThroughPowerSgd, IsPlainBeforeItStarts) {
   })));
 }
 
+// What a hook has not sent is in units of gradients, whatever the weights count.
+TEST(WeightsThroughHook, AreSharesOfTheWhole) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    for (const auto& make : {+[] { return power_sgd_hook({.start_step = 0}); },
+                             +[] { return top_k_hook({.fraction = 0.2}); }}) {
+      auto weighted = at::zeros({6, 6}).requires_grad_();
+      auto plain = at::zeros({6, 6}).requires_grad_();
+      DistributedDataParallel one({{"weight", weighted}}, world, {.hook = make()});
+      DistributedDataParallel other({{"weight", plain}}, world, {.hook = make()});
+      const at::Tensor gradient = random_tensor({6, 6}, rank);
+      for (const double samples : {512, 8, 1, 4096}) {
+        weighted.mutable_grad() = plain.mutable_grad() = at::Tensor();
+        one.set_weight(samples);
+        (weighted * gradient).sum().backward();
+        (plain * gradient).sum().backward();
+        EXPECT_TRUE(at::equal(weighted.grad(), plain.grad())) << samples;
+      }
+    }
+  })));
+}
+
+// 50000 tokens of a gradient of 3 are no number of fp16, and need not be one.
+TEST(WeightsThroughHook, StayInTheRangeOfFp16) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    for (const auto& [hook, type] :
+         {std::pair(fp16_hook(), at::kFloat), std::pair(Hook(), at::kHalf)}) {
+      auto weight = at::zeros({5}, type).requires_grad_();
+      DistributedDataParallel ddp({{"weight", weight}}, world, {.hook = hook});
+      ddp.set_weight(rank == 0 ? 50000 : 150000);
+      (weight * (rank == 0 ? 4.0 : 8.0)).sum().backward();
+      EXPECT_TRUE(at::allclose(weight.grad(), at::full({5}, 7.0, type), 1e-3)) << weight.grad();
+    }
+  })));
+}
+
+// A step that is dropped is as if it had not been.
+TEST(DroppedStep, LeavesNoTracesInAHook) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    for (const auto& make : {+[] { return power_sgd_hook({.start_step = 0}); },
+                             +[] { return top_k_hook({.fraction = 0.2}); }}) {
+      auto disturbed = at::zeros({6, 6}).requires_grad_();
+      auto plain = at::zeros({6, 6}).requires_grad_();
+      DistributedDataParallel one({{"weight", disturbed}}, world, {.hook = make()});
+      DistributedDataParallel other({{"weight", plain}}, world, {.hook = make()});
+      const auto train = [&](at::Tensor& weight, int step, bool must_fail = false) {
+        weight.mutable_grad() = at::Tensor();
+        auto input = at::zeros({6, 6}).requires_grad_();
+        if (must_fail) {  // after the gradient of the weight
+          input.register_hook([](const at::Tensor&) -> at::Tensor {
+            throw std::runtime_error("as the test wants it");
+          });
+        }
+        ((weight + input * input) * random_tensor({6, 6}, 10 * rank + step)).sum().backward();
+      };
+      train(disturbed, 0);
+      train(plain, 0);
+      EXPECT_ANY_THROW(train(disturbed, 1, rank == 1));
+      train(disturbed, 2);
+      train(plain, 2);
+      EXPECT_TRUE(at::equal(disturbed.grad(), plain.grad()));
+    }
+  })));
+}
+
 }  // namespace
 }  // namespace lockstep

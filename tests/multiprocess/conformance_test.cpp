@@ -585,9 +585,10 @@ void run_checks(const Ranks& ranks, int rank) {
 test::RankResults run(const Ranks& ranks) {
   const auto size = static_cast<int>(ranks.layout.size());
   const bool is_mpi = ranks.row->name.ends_with("mpi");
+  test::RankOptions options = is_mpi ? test::mpirun(size) : test::RankOptions{};
+  options.deadline = std::chrono::seconds(280);  // of all checks, on a busy machine
   return test::run_ranks(
-      size, [&](int rank) { run_checks(ranks, rank); },
-      is_mpi ? test::mpirun(size) : test::RankOptions{});
+      size, [&](int rank) { run_checks(ranks, rank); }, options);
 }
 
 // One test for each check, all of them from one run of the ranks.

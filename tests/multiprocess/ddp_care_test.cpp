@@ -41,6 +41,213 @@ void backward(Net& model, const World& world, int step = 0) {
   loss_of(model->forward(batch(world.rank(), step))).backward();
 }
 
+// A rank that counts for nothing gives nothing, whatever its gradients are.
+TEST(DdpWeight, ZeroMeansZero) {
+  run(2, [](const World& world) {
+    for (const auto& hook : {std::shared_ptr<CommHook>(), bf16_hook()}) {
+      auto weight = torch::ones({3}).requires_grad_();
+      auto table = torch::ones({4, 2}).requires_grad_();
+      DistributedDataParallel ddp({{"weight", weight}, {"table", table}}, world,
+                                  {.hook = hook, .sparse = {"table"}});
+      const bool is_bad = world.rank() == 1;
+      const double factor = is_bad ? std::numeric_limits<double>::quiet_NaN() : 2;
+      ddp.set_weight(is_bad ? 0 : 5);
+      const auto rows = torch::embedding(table, torch::tensor({1}), -1, false, true);
+      ((weight.sum() + rows.sum()) * factor).backward();
+      EXPECT_TRUE(torch::equal(weight.grad(), torch::full({3}, 2.0))) << weight.grad();
+      EXPECT_TRUE(torch::equal(table.grad().to_dense()[1], torch::full({2}, 2.0)));
+    }
+  });
+}
+
+// What was set for this step counts, whatever became of the one before.
+TEST(DdpWeight, OutlivesABackwardThatFailed) {
+  run(2, [](const World& world) {
+    auto first = torch::ones({2}).requires_grad_();
+    auto second = torch::ones({2}).requires_grad_();
+    DistributedDataParallel ddp({{"first", first}, {"second", second}}, world);
+    const auto train = [&](bool must_fail) {
+      auto middle = first * static_cast<double>(4 * world.rank());
+      if (must_fail) {
+        middle.register_hook([](const torch::Tensor&) -> torch::Tensor {
+          throw std::runtime_error("as the test wants it");
+        });
+      }
+      (middle + second).mul(second.detach()).sum().backward();
+    };
+    ddp.set_weight(7);
+    EXPECT_ANY_THROW(train(true));
+    first.mutable_grad() = second.mutable_grad() = torch::Tensor();
+    ddp.set_weight(world.rank() == 0 ? 3 : 1);
+    train(false);
+    EXPECT_TRUE(torch::allclose(first.grad(), torch::full({2}, 1.0))) << first.grad();
+    first.mutable_grad() = second.mutable_grad() = torch::Tensor();
+    train(false);  // every rank has weight 1 again
+    EXPECT_TRUE(torch::allclose(first.grad(), torch::full({2}, 2.0))) << first.grad();
+  });
+}
+
+// Without steps of its own it is behind the others until it gets their state.
+TEST(DdpJoin, WithoutStepsIsNoDrift) {
+  run(2, [](const World& world) {
+    auto weight = torch::ones({2}).requires_grad_();
+    DistributedDataParallel ddp({{"weight", weight}}, world, {.check_every = 1});
+    torch::optim::SGD optimizer({weight}, 0.1);
+    for (int i = 0; i < (world.rank() == 0 ? 4 : 1); ++i) {
+      optimizer.zero_grad();
+      weight.sum().backward();
+      optimizer.step();
+    }
+    ddp.join();
+    EXPECT_NEAR(weight[0].item<float>(), 0.6, 1e-6);
+    ddp.check_replicas();
+  });
+}
+
+// An epoch may end between two averages.
+TEST(DdpAccumulate, BeginsAnew) {
+  run(2, [](const World& world) {
+    auto weight = torch::ones({2}).requires_grad_();
+    DistributedDataParallel ddp({{"weight", weight}}, world);
+    torch::optim::SGD optimizer({weight}, 0.1);
+    const auto backward = [&] { (weight.sum() * static_cast<double>(world.rank())).backward(); };
+    const auto value = [&] { return weight.grad()[0].item<float>(); };
+    ddp.accumulate(2);
+    for (int epoch = 0; epoch < 3; ++epoch) {
+      backward();
+      EXPECT_EQ(ddp.num_pending(), 1);
+      EXPECT_EQ(value(), world.rank());
+      backward();
+      EXPECT_EQ(ddp.num_pending(), 0);
+      EXPECT_EQ(value(), 1);  // 2 x the mean of 0 and 1
+      optimizer.step();
+      optimizer.zero_grad();
+      backward();
+      if (epoch == 0) {
+        ddp.discard();
+        EXPECT_FALSE(weight.grad().defined());
+      } else {
+        optimizer.zero_grad();
+        optimizer.step();
+        ddp.accumulate(2);
+      }
+      EXPECT_EQ(ddp.num_pending(), 0);
+    }
+  });
+}
+
+// Gradual unfreezing, and freezing for good.
+TEST(DdpRewrap, FollowsTheModel) {
+  run(2, [](const World& world) {
+    torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
+    auto first = model[0]->as<torch::nn::Linear>()->weight;
+    auto second = model[1]->as<torch::nn::Linear>()->weight;
+    first.requires_grad_(false);
+    DistributedDataParallel ddp(model, world, {.check_every = 1});
+    ddp.accumulate(2);
+    const auto backward = [&] {
+      for (int i = 0; i < 2; ++i) {
+        ddp.backward(model->forward(torch::full({1, 2}, 1.0 + world.rank())));
+      }
+    };
+    const auto has_mean = [&](const torch::Tensor& tensor) {
+      return torch::equal(world.all_reduce(tensor.grad().clone(), ReduceOp::AVG), tensor.grad());
+    };
+    backward();
+    EXPECT_FALSE(first.grad().defined());
+    EXPECT_TRUE(has_mean(second));
+    first.requires_grad_(true);
+    expect_error<UsageError>(backward, {"rewrap"});
+    ddp.rewrap();
+    model->zero_grad();
+    backward();
+    EXPECT_TRUE(has_mean(first));
+    second.requires_grad_(false);
+    ddp.rewrap();
+    model->zero_grad();
+    backward();
+    EXPECT_TRUE(has_mean(first));
+    EXPECT_FALSE(second.grad().defined());
+    EXPECT_EQ(ddp.stats().steps, 1);
+    model->zero_grad();
+    ddp.backward(model->forward(torch::ones({1, 2})));
+    expect_error<UsageError>([&] { ddp.rewrap(); }, {"discard()"});
+    ddp.discard();
+    ddp.rewrap();
+  });
+}
+
+TEST(DdpIgnored, StaysTheRanksOwn) {
+  run(2, [](const World& world) {
+    torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
+    const double mine = 1.0 + world.rank();
+    torch::nn::init::constant_(model[0]->as<torch::nn::Linear>()->weight, mine);
+    expect_error<UsageError>([&] { DistributedDataParallel ddp(model, world, {.ignored = {"2"}}); },
+                             {"names 2"});
+    DistributedDataParallel ddp(model, world, {.check_every = 1, .ignored = {"0"}});
+    model->forward(torch::full({1, 2}, mine)).sum().backward();
+    const auto& first = model[0]->as<torch::nn::Linear>()->weight;
+    EXPECT_EQ(first[0][0].item<float>(), mine);
+    EXPECT_EQ(first.grad()[0][0].item<float>(),
+              (model[1]->as<torch::nn::Linear>()->weight[0][0] * mine).item<float>());
+    const auto& grad = model[1]->as<torch::nn::Linear>()->bias.grad();
+    EXPECT_EQ(grad[0].item<float>(), 1);
+  });
+}
+
+// As official examples hold their models.
+TEST(DdpConstruction, TakesAModelByReference) {
+  run(2, [](const World& world) {
+    struct Model : torch::nn::Module {
+      Model() { register_module("layer", layer); }
+      torch::nn::Linear layer{2, 1};
+    } model;
+    DistributedDataParallel ddp(model, world);
+    const auto loss = model.layer(torch::full({3, 2}, 1.0 + world.rank()));
+    ddp.backward(loss, torch::full({3, 1}, 2.0), true);
+    EXPECT_EQ(model.layer->weight.grad()[0][0].item<float>(), 9);
+    model.layer->zero_grad();
+    ddp.backward(loss, torch::full({3, 1}, 2.0));  // the graph was kept
+    EXPECT_EQ(model.layer->weight.grad()[0][0].item<float>(), 9);
+  });
+}
+
+TEST(DdpConstruction, AModelOfNoNumbersIsNoError) {
+  run(2, [](const World& world) {
+    auto nothing = torch::ones({0}).requires_grad_();
+    DistributedDataParallel ddp({{"nothing", nothing}}, world);
+    for (int i = 0; i < 3; ++i) nothing.sum().backward();
+    EXPECT_EQ(ddp.stats().steps, 3);
+  });
+}
+
+// Two models in one loss, whose backwards end in different orders.
+TEST(DdpSeveral, DoNotWaitForEachOther) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [&](int rank) {
+    const World world = World::join({.engine = "shm", .timeout = std::chrono::seconds(20)});
+    auto first = torch::ones({4}).requires_grad_();
+    auto second = torch::ones({4}).requires_grad_();
+    auto its_buffer = torch::full({2}, rank);
+    auto other_buffer = torch::full({2}, rank);
+    DistributedDataParallel one({{"first", first}}, world, {.check_every = 1},
+                                {{"buffer", its_buffer}});
+    DistributedDataParallel other({{"second", second}}, world, {.check_every = 1},
+                                  {{"buffer", other_buffer}});
+    for (int step = 0; step < 3; ++step) {
+      torch::Tensor a;
+      torch::Tensor b;
+      const double factor = 2.0 * rank;
+      if (rank == 0) a = (first * factor).sum();
+      b = (second * factor).sum();
+      if (rank != 0) a = (first * factor).sum();
+      first.mutable_grad() = second.mutable_grad() = torch::Tensor();
+      (a + b).backward();
+      EXPECT_TRUE(torch::equal(first.grad(), torch::ones({4})));
+      EXPECT_TRUE(torch::equal(second.grad(), torch::ones({4})));
+    }
+  })));
+}
+
 TEST(DdpConstruction, RanksThatDifferSeeBothSides) {
   run(3, [](const World& world) {
     const auto wrap = [&](at::Tensor mine, at::Tensor others, const char* name = "w",
@@ -349,13 +556,14 @@ TEST(DdpFaults, ARankThatDoesNotComeIsNamed) {
   EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
     const World world = World::join({.timeout = std::chrono::seconds(2)});
     Net model;
-    DistributedDataParallel ddp(model, world);
+    DistributedDataParallel ddp(model, world, {.name = "critic"});
     backward(model, world);
     if (rank == 1) {
       std::this_thread::sleep_for(std::chrono::seconds(4));
       return;
     }
-    expect_error<TimeoutError>([&] { backward(model, world); }, {"rank 1", "bucket 0", "step 1"});
+    expect_error<TimeoutError>([&] { backward(model, world); },
+                               {"rank 1", "bucket 0 of critic", "KiB", "step 1"});
   })));
 }
 

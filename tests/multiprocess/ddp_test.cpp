@@ -537,7 +537,7 @@ const Check SparseGradientsStaySparse("SparseGradientsStaySparse", [](const Worl
     EXPECT_NE(error.message().find("gradient of weight is sparse"), std::string::npos);
   }
   DistributedDataParallel named({{"weight", weight}}, world, {.sparse = {"weight"}});
-  EXPECT_THROW(DistributedDataParallel({{"weight", weight}}, world, {.sparse = {"wight"}}),
+  EXPECT_THROW(DistributedDataParallel misspelt({{"weight", weight}}, world, {.sparse = {"wight"}}),
                UsageError);
 });
 

@@ -91,9 +91,9 @@ struct Golden {
 };
 
 // What the script's train() does, with lockstep in DistributedDataParallel's place.
-class Training {
+class GoldenTraining {
  public:
-  Training(const Golden& golden, const std::string& name, const std::string& engine, int rank)
+  GoldenTraining(const Golden& golden, const std::string& name, const std::string& engine, int rank)
       : golden_(golden),
         expected_(golden.all["cases"][name]),
         inputs_(to_tensor(golden.all["given"]["inputs"])[rank]),
@@ -169,11 +169,11 @@ class Training {
 class GoldenTest : public testing::TestWithParam<std::string> {
  protected:
   // Runs `body` for each rank; the engine is the test's parameter.
-  void train(const std::string& name, const std::function<void(Training&, int rank)>& body) {
+  void train(const std::string& name, const std::function<void(GoldenTraining&, int rank)>& body) {
     const auto results = test::run_ranks(2, [&](int rank) {
       at::set_num_threads(1);
       const Golden golden;
-      Training training(golden, name, GetParam(), rank);
+      GoldenTraining training(golden, name, GetParam(), rank);
       body(training, rank);
       training.finish();
     });
@@ -184,7 +184,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, GoldenTest, testing::Values("shm", "gloo"),
                          [](const auto& row) { return row.param; });
 
 TEST_P(GoldenTest, Plain) {
-  train("plain", [](Training& training, int) {
+  train("plain", [](GoldenTraining& training, int) {
     for (std::size_t step = 0; step < training.num_steps(); ++step) {
       training.zero_grad();
       training.backward();
@@ -194,7 +194,7 @@ TEST_P(GoldenTest, Plain) {
 }
 
 TEST_P(GoldenTest, Accumulate) {
-  train("accumulate", [](Training& training, int) {
+  train("accumulate", [](GoldenTraining& training, int) {
     for (std::size_t step = 0; step < training.num_steps(); ++step) {
       training.zero_grad();
       training.backward_apart();
@@ -206,7 +206,7 @@ TEST_P(GoldenTest, Accumulate) {
 }
 
 TEST_P(GoldenTest, Unused) {
-  train("unused", [](Training& training, int rank) {
+  train("unused", [](GoldenTraining& training, int rank) {
     for (std::size_t step = 0; step < training.num_steps(); ++step) {
       training.zero_grad();
       training.backward(rank % 2 == 0 && step % 2 == 1);

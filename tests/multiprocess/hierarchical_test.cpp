@@ -148,6 +148,24 @@ TEST(Hierarchical, GivesTheSameBitsInEveryRunAndOnEveryRank) {
       on_hosts("abca"))));
 }
 
+// The sum of a host leaves the range of f16, the average does not.
+TEST(Hierarchical, AveragesInTheRangeOfF16) {
+  for (const std::string hosts : {"aabb", "abb"}) {
+    EXPECT_TRUE(all_passed(run_ranks(
+        static_cast<int>(hosts.size()),
+        [](int rank) {
+          const World world = World::join({.engine = "hierarchical", .timeout = seconds(30)});
+          for (const std::int64_t count : {10, 1300003}) {
+            const auto tensor = at::full({count}, rank == 0 ? 40000 : 50000, at::kHalf);
+            const double wanted = 50000 - 10000.0 / world.size();
+            const auto mean = world.all_reduce(tensor, ReduceOp::AVG).to(at::kDouble);
+            EXPECT_LE((mean - wanted).abs().max().item<double>(), 32) << mean[0];  // a step of f16
+          }
+        },
+        on_hosts(hosts))));
+  }
+}
+
 class LargeOperations : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, LargeOperations, testing::Values("aabb", "abaab", "abcb"),
                          [](const auto& test) { return test.param; });

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "base/text.h"
+#include "support/has.h"
 #include "support/net_hosts.h"
 #include "support/run_ranks.h"
 
@@ -20,15 +21,12 @@ namespace lockstep {
 namespace {
 
 using std::chrono::seconds;
+using test::has;
 using test::NetHosts;
 using test::on_network;
 
 #define NEED_NETWORK() \
   if (const std::string reason = NetHosts::why_not(); !reason.empty()) GTEST_SKIP() << reason
-
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 int total(const std::vector<int>& ranks) { return std::accumulate(ranks.begin(), ranks.end(), 0); }
 

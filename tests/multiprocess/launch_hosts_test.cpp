@@ -16,6 +16,7 @@
 #include "base/posix.h"
 #include "base/socket.h"
 #include "base/text.h"
+#include "support/has.h"
 #include "support/job.h"
 
 namespace lockstep::test {
@@ -69,10 +70,6 @@ std::vector<std::unique_ptr<Job>> start_hosts(const HostArguments& its) {
     jobs.insert(jobs.begin(), start_host(rank, its));
   }
   return jobs;
-}
-
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 Fd connect_to(int port) {

@@ -15,6 +15,7 @@
 #include "base/posix.h"
 #include "base/text.h"
 #include "launch/cores.h"
+#include "support/has.h"
 #include "support/job.h"
 #include "support/run_ranks.h"
 
@@ -29,10 +30,6 @@ std::vector<std::string> sorted_lines(const std::string& text) {
   for (std::string line; std::getline(stream, line);) lines.push_back(line);
   std::ranges::sort(lines);
   return lines;
-}
-
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 // One sentence, and nothing started.
@@ -483,7 +480,7 @@ TEST(Launch, WaitingCostsNothing) {
   const auto [after, _] = usage();
   EXPECT_LE(after - before, 1);
   EXPECT_GT(bytes, 0);
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#ifndef LOCKSTEP_SANITIZED
   EXPECT_LT(bytes, 10 << 20);
 #endif
   EXPECT_EQ(job.wait().code, 0);

@@ -7,6 +7,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <iostream>
 #include <random>
 #include <set>
@@ -122,6 +123,40 @@ TEST(ShmEngine, AFutureCompletesWithoutAnybodyWaiting) {
     const auto future = world.backend()->allreduce(tensors)->getFuture();
     future->wait();
     EXPECT_EQ(future->value().toTensorVector()[0][0].item<double>(), 2);
+  })));
+}
+
+// A callback may ask the work that it hangs on.
+TEST(ShmEngine, AFuturesCallbackMayAskItsWork) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int) {
+    const World world = World::join();
+    for (const bool is_waited_for : {false, true}) {
+      std::vector<at::Tensor> tensors = {at::ones({1000})};
+      const auto work = world.backend()->allreduce(tensors);
+      std::promise<bool> answer;
+      work->getFuture()->addCallback([&, work](c10::ivalue::Future&) {
+        answer.set_value(work->isCompleted() && work->isSuccess());
+      });
+      if (is_waited_for) work->wait();
+      auto answered = answer.get_future();
+      ASSERT_EQ(answered.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+      EXPECT_TRUE(answered.get());
+    }
+  })));
+}
+
+// The operation is then the last owner of the memory, and gives it back when it ends.
+TEST(ShmEngine, WorkAndTensorMayGoBeforeTheOperationEnds) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    for (int i = 0; i < 20; ++i) {
+      {
+        std::vector<at::Tensor> tensors = {world.backend()->allocateTensor(300000, at::kFloat)};
+        tensors[0].fill_(rank);
+        world.backend()->allreduce(tensors);
+      }
+      world.barrier();
+    }
   })));
 }
 

@@ -117,6 +117,66 @@ TEST(SyncBatchNorm, OthersStayAsTheyAre) {
   })));
 }
 
+// A mean that is rounded to bf16 would be wrong by a tenth of the deviation here.
+TEST(SyncBatchNorm, ComputesInF32With16Bits) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    for (const auto type : {at::kBFloat16, at::kHalf}) {
+      at::manual_seed(5);
+      const at::Tensor all = (at::randn({64, 4}) * 0.1 + 3.006).to(type);
+      nn::BatchNorm1d whole(4);
+      nn::BatchNorm1d mine(4);
+      const SyncBatchNorm sync(mine, world);
+      auto together = all.clone().requires_grad_();
+      auto part = all.narrow(0, 32 * rank, 32).clone().requires_grad_();
+      const at::Tensor factors = at::randn({64, 4});
+      const at::Tensor expected = whole(together);
+      const at::Tensor output = mine(part);
+      EXPECT_EQ(output.scalar_type(), type);
+      EXPECT_TRUE(at::allclose(output.to(at::kFloat),
+                               expected.narrow(0, 32 * rank, 32).to(at::kFloat), 1e-2, 1e-2));
+      EXPECT_TRUE(at::allclose(mine->running_mean, whole->running_mean, 1e-5, 1e-6));
+      EXPECT_TRUE(at::allclose(mine->running_var, whole->running_var, 1e-4, 1e-6));
+      (expected * factors).sum().backward();
+      (output * factors.narrow(0, 32 * rank, 32)).sum().backward();
+      EXPECT_TRUE(at::allclose(part.grad().to(at::kFloat),
+                               together.grad().narrow(0, 32 * rank, 32).to(at::kFloat), 3e-2, 0.1));
+    }
+  })));
+}
+
+// Without running statistics eval() uses those of the batch: of the rank's own.
+TEST(SyncBatchNorm, InEvalNobodyWaits) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    nn::BatchNorm1d layer(nn::BatchNormOptions(4).track_running_stats(false));
+    const SyncBatchNorm sync(layer, world);
+    layer->eval();
+    const at::Tensor input = at::randn({8, 4});
+    if (rank == 0) {
+      EXPECT_TRUE(at::allclose(layer(input), nn::BatchNorm1d(4)(input)));
+    }
+    world.barrier();
+  })));
+}
+
+TEST(SyncBatchNorm, GradientsOfGradientsAreRefused) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int) {
+    const World world = World::join();
+    nn::BatchNorm1d layer(4);
+    const SyncBatchNorm sync(layer, world);
+    auto input = at::randn({8, 4}).requires_grad_();
+    const auto once =
+        torch::autograd::grad({layer(input).pow(3).sum()}, {input}, {}, true, true).front();
+    try {
+      once.pow(2).sum().backward();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("no gradients of gradients"), std::string::npos);
+    }
+  })));
+}
+
 TEST(SyncBatchNorm, AWorldOfOneIsBatchNorm) {
   nn::BatchNorm1d layer(4);
   const SyncBatchNorm sync(layer, World::join());

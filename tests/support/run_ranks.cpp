@@ -54,8 +54,8 @@ std::string current_test() {
 // Libraries read these when they are loaded.
 bool needs_exec(const Command& command) {
   return std::ranges::any_of(command.variables, [](const auto& one) {
-    return one.first.starts_with("LD_") || one.first.starts_with("MKL_") ||
-           (one.first == "OMP_NUM_THREADS" && one.second != "1");
+    return one.first.starts_with("ASAN_") || one.first.starts_with("LD_") ||
+           one.first.starts_with("MKL_") || (one.first == "OMP_NUM_THREADS" && one.second != "1");
   });
 }
 
@@ -79,16 +79,16 @@ pid_t fork_rank(const Command& command, int rank, const RankBody& body) {
   be_rank(rank, body);
 }
 
-struct Child {
-  pid_t pid = 0;
-  Fd output;
-  bool has_ended = false;
-  RankResult result;
-};
-
 }  // namespace
 
 struct Ranks::Impl {
+  struct Child {
+    pid_t pid = 0;
+    Fd output;
+    bool has_ended = false;
+    RankResult result;
+  };
+
   std::vector<Child> children;
   Clock::time_point start = Clock::now();
   Clock::time_point deadline;
@@ -167,7 +167,7 @@ Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
       }
     }
     command.stdout_fd = command.stderr_fd = pipe.write_end.get();
-    Child child;
+    Impl::Child child;
     const bool must_exec = is_launched || options.must_exec || needs_exec(command);
     child.pid = must_exec ? spawn(command) : fork_rank(command, rank, body);
     child.output = std::move(pipe.read_end);
@@ -176,7 +176,7 @@ Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
 }
 
 Ranks::~Ranks() {
-  for (Child& child : impl_->children) {
+  for (Impl::Child& child : impl_->children) {
     ::kill(-child.pid, SIGKILL);  // and what it has left behind
     ::waitpid(child.pid, nullptr, 0);
   }
@@ -187,7 +187,7 @@ void Ranks::kill(int rank, int signal) {
 }
 
 void Ranks::wait_for_output(int rank, const std::string& text) {
-  const Child& child = impl_->children[static_cast<std::size_t>(rank)];
+  const Impl::Child& child = impl_->children[static_cast<std::size_t>(rank)];
   while (child.result.output.find(text) == std::string::npos) {
     if (child.has_ended || Clock::now() >= impl_->deadline) {
       throw std::runtime_error(
@@ -200,7 +200,7 @@ void Ranks::wait_for_output(int rank, const std::string& text) {
 RankResults Ranks::wait() {
   while (impl_->is_running()) impl_->pump();
   RankResults results;
-  for (Child& child : impl_->children) results.push_back(std::move(child.result));
+  for (Impl::Child& child : impl_->children) results.push_back(std::move(child.result));
   return results;
 }
 
@@ -228,7 +228,8 @@ RankOptions mpirun(int size, const std::vector<std::string>& more) {
   options.variables = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
                        {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
                        {"OMPI_MCA_rmaps_base_oversubscribe", "1"},
-                       {"OMPI_MCA_hwloc_base_binding_policy", "none"}};
+                       {"OMPI_MCA_hwloc_base_binding_policy", "none"},
+                       {"ASAN_OPTIONS", "detect_leaks=0"}};  // OpenMPI has some
   return options;
 }
 

@@ -77,7 +77,11 @@ class Journey {
  public:
   Journey(const PowerSgdOptions& options, GradBucket bucket, std::shared_ptr<BucketState> state,
           HookComm& comm)
-      : options_(options), bucket_(std::move(bucket)), state_(std::move(state)), comm_(comm) {
+      : options_(options),
+        bucket_(std::move(bucket)),
+        state_(std::move(state)),
+        random_(state_->random),
+        comm_(comm) {
     const auto options_of_factors =
         bucket_.flat.options().dtype(state_->type == at::kDouble ? at::kDouble : at::kFloat);
     left_ = make_factors(*state_, options_.rank, &Matrix::num_rows, options_of_factors);
@@ -88,7 +92,7 @@ class Journey {
       if (!matrix.right.defined()) {
         AT_DISPATCH_FLOATING_TYPES(right_.parts[i].scalar_type(), "power_sgd", [&] {
           fill_random(right_.parts[i].mutable_data_ptr<scalar_t>(), right_.parts[i].numel(),
-                      state_->random);
+                      random_);
         });
       }
       const at::Tensor& begin = matrix.right.defined() ? matrix.right : right_.parts[i];
@@ -115,6 +119,7 @@ class Journey {
     finish_whole();  // while the factors travel
     finish_right();
     for (std::size_t i = 0; i < inputs_.size(); ++i) finish_matrix(i);
+    state_->random = random_;
   }
 
  private:
@@ -167,6 +172,7 @@ class Journey {
   const PowerSgdOptions options_;
   const GradBucket bucket_;
   const std::shared_ptr<BucketState> state_;
+  Random random_;
   HookComm& comm_;
   std::vector<at::Tensor> inputs_;  // M, of each matrix
   Factors left_;
@@ -211,9 +217,19 @@ class PowerSgdHook : public CommHook {
 
   std::function<void()> start(GradBucket bucket, HookComm& comm) override {
     const at::NoGradGuard no_grad;
-    if (bucket.index == 0) ++num_steps_;
-    const bool is_before_start = num_steps_ <= options_.start_step;
-    if (is_before_start || bucket.flat.is_complex()) return start_mean(bucket.flat, comm);
+    if (bucket.index == 0) {
+      is_before_start_ = num_steps_ < options_.start_step;
+      return [this, rest = start_bucket(std::move(bucket), comm)] {
+        rest();
+        ++num_steps_;  // not before: a step may be dropped
+      };
+    }
+    return start_bucket(std::move(bucket), comm);
+  }
+
+ private:
+  std::function<void()> start_bucket(GradBucket bucket, HookComm& comm) {
+    if (is_before_start_ || bucket.flat.is_complex()) return start_mean(bucket.flat, comm);
     if (!bucket.flat.is_cpu()) {
       throw UsageError(
           {.rank = comm.rank(), .operation = "power_sgd"},
@@ -230,7 +246,6 @@ class PowerSgdHook : public CommHook {
     };
   }
 
- private:
   std::shared_ptr<BucketState> state_of(const GradBucket& bucket) {
     if (bucket.epoch != epoch_) states_.clear();
     epoch_ = bucket.epoch;
@@ -273,6 +288,7 @@ class PowerSgdHook : public CommHook {
 
   const PowerSgdOptions options_;
   std::int64_t num_steps_ = 0;
+  bool is_before_start_ = false;  // this step
   int epoch_ = 0;
   std::map<int, std::shared_ptr<BucketState>> states_;  // by bucket
 };

@@ -181,7 +181,8 @@ void HostSteps::reduce_scatter() {
   const int num_ranks = layout_.num_ranks();
   const int num_hosts = layout_.num_hosts();
   const std::size_t chunk_count = chunk_elements_of_parts();
-  const std::size_t places = static_cast<std::size_t>(layout_.num_ranks() + layout_.num_hosts());
+  const std::size_t places =
+      static_cast<std::size_t>(num_ranks) + static_cast<std::size_t>(num_hosts);
   std::byte* memory = scratch(places * kInFlight * chunk_count * element_);
   const auto place = [&](const Chunk& chunk, int index) {
     const std::size_t number = static_cast<std::size_t>(chunk.number % kInFlight) * places +

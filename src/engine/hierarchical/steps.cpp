@@ -10,11 +10,12 @@
 namespace lockstep {
 namespace {
 
+using collective::DataType;
 using collective::Kind;
 using collective::Operation;
 using collective::Reduction;
 
-constexpr int kHeaderTag = Wire::kFirstOwnTag + 1;
+constexpr int kStepHeaderTag = Wire::kFirstOwnTag + 1;
 
 // Each operation has two: what answers a message needs another, as receives are not in that order.
 constexpr int kNumTags = (Wire::kFirstOwnTag - Wire::kFirstOperationTag) / 2;
@@ -35,12 +36,7 @@ void HostSteps::run(Operation operation, std::uint64_t number) {
   operation_ = std::move(operation);
   activity_ = operation_.activity();
   element_ = collective::size_of(operation_.type);
-  header_ = {.number = number,
-             .count = operation_.count,
-             .root = operation_.root,
-             .kind = operation_.kind,
-             .type = operation_.type,
-             .reduction = operation_.reduction};
+  header_ = {.number = number, .signature = operation_.signature()};
   // Ranks that are at different operations must not take each other's messages for their own: they
   // have different tags, and find out by their headers.
   tag_ = Wire::kFirstOperationTag +
@@ -90,17 +86,13 @@ void HostSteps::run_steps() {
 
 void HostSteps::compare(int peer, const Header& theirs) const {
   if (theirs == header_) return;
-  Operation other;
-  other.kind = theirs.kind;
-  other.type = theirs.type;
-  other.reduction = theirs.reduction;
-  other.root = theirs.root;
-  other.count = theirs.count;
   // All ranks name the lower one first.
   if (peer < layout_.rank) {
-    collective::throw_mismatch(layout_.rank, header_.number, peer, other, layout_.rank, operation_);
+    collective::throw_mismatch(layout_.rank, header_.number, peer, theirs.signature, layout_.rank,
+                               header_.signature);
   }
-  collective::throw_mismatch(layout_.rank, header_.number, layout_.rank, operation_, peer, other);
+  collective::throw_mismatch(layout_.rank, header_.number, layout_.rank, header_.signature, peer,
+                             theirs.signature);
 }
 
 void HostSteps::compare_here() {
@@ -127,9 +119,9 @@ void HostSteps::begin_comparing_hosts() {
   for_other_hosts([&](int host, int peer) {
     Header& theirs = headers_[static_cast<std::size_t>(host)];
     comparing_.in.push_back(wire_.receive(peer, reinterpret_cast<std::byte*>(&theirs),
-                                          sizeof theirs, kHeaderTag, shared_from_this()));
+                                          sizeof theirs, kStepHeaderTag, shared_from_this()));
     comparing_.out.push_back(wire_.send(peer, reinterpret_cast<const std::byte*>(&header_),
-                                        sizeof header_, kHeaderTag, shared_from_this()));
+                                        sizeof header_, kStepHeaderTag, shared_from_this()));
   });
 }
 
@@ -216,8 +208,15 @@ bool HostSteps::is_small() const {
 }
 
 // Averages are sums until all are added.
+// An average is a sum that is divided at the end; in f16, whose range a sum may leave where the
+// average does not, it is the average of hosts' averages, by their numbers of ranks.
+bool HostSteps::averages_here() const {
+  return operation_.reduction == Reduction::kAverage && operation_.type == DataType::kF16;
+}
+
 Reduction HostSteps::in_host() const {
-  return operation_.reduction == Reduction::kAverage ? Reduction::kSum : operation_.reduction;
+  return operation_.reduction == Reduction::kAverage && !averages_here() ? Reduction::kSum
+                                                                         : operation_.reduction;
 }
 
 // A rank alone on its host has its host's sum, unless it is to be scaled.
@@ -286,11 +285,20 @@ void HostSteps::wait(std::vector<LocalRequest>& requests) {
 void HostSteps::sum_hosts(const std::vector<const void*>& inputs, std::byte* output,
                           std::size_t count) {
   const bool is_scaled = operation_.reduction == Reduction::kScaledSum;  // already, by the ranks
+  std::vector<double> factors;
+  if (averages_here()) {
+    for (const auto& ranks : layout_.hosts.ranks) {
+      factors.push_back(static_cast<double>(ranks.size()) / layout_.num_ranks());
+    }
+  }
   void* outputs[] = {output};
   collective::reduce({.type = operation_.type,
-                      .reduction = is_scaled ? Reduction::kSum : operation_.reduction,
+                      .reduction = averages_here() ? Reduction::kScaledSum
+                                   : is_scaled     ? Reduction::kSum
+                                                   : operation_.reduction,
                       .num_inputs = static_cast<int>(inputs.size()),
                       .inputs = inputs.data(),
+                      .factors = factors.data(),
                       .num_outputs = 1,
                       .outputs = outputs,
                       .count = count,

@@ -62,12 +62,7 @@ class HostSteps : public std::enable_shared_from_this<HostSteps> {
   // Compared between ranks.
   struct Header {
     std::uint64_t number = 0;
-    std::uint64_t count = 0;
-    std::int32_t root = 0;
-    collective::Kind kind = collective::Kind::kBarrier;
-    collective::DataType type = collective::DataType::kBytes;
-    collective::Reduction reduction = collective::Reduction::kNone;
-    std::uint8_t unused = 0;
+    collective::Signature signature = {};
     bool operator==(const Header&) const = default;
   };
 
@@ -89,6 +84,7 @@ class HostSteps : public std::enable_shared_from_this<HostSteps> {
   }
   std::byte* scratch(std::size_t bytes);
   bool is_small() const;
+  bool averages_here() const;
   collective::Reduction in_host() const;
   bool must_reduce_here() const;
   collective::Operation step_here(collective::Kind kind, int root_index, std::size_t count) const;

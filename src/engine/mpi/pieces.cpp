@@ -29,18 +29,7 @@ constexpr std::size_t kHeaderBytes = offsetof(MpiHeader, payload);
 bool is_small(Span span) { return span.bytes <= MpiPlan::kSmallBytes; }
 
 bool is_same_operation(const MpiHeader& a, const MpiHeader& b) {
-  return a.number == b.number && a.total == b.total && a.first == b.first && a.root == b.root &&
-         a.kind == b.kind && a.type == b.type && a.reduction == b.reduction;
-}
-
-Operation operation_of(const MpiHeader& header) {
-  Operation operation;
-  operation.kind = header.kind;
-  operation.type = header.type;
-  operation.reduction = header.reduction;
-  operation.root = header.root;
-  operation.count = header.total;
-  return operation;
+  return a.signature == b.signature && a.number == b.number && a.first == b.first;
 }
 
 }  // namespace
@@ -66,15 +55,11 @@ void MpiRunner::run_piece(const Operation& operation, std::size_t first, std::si
   plan.use_scratch(traffic_->scratch(plan.scratch_bytes()));
   for (int peer = 0; peer < size_; ++peer) {
     MpiHeader& header = traffic_->header_to(peer);
+    header.signature = operation.signature();
     header.number = number_;
-    header.total = operation.count;
     header.first = first;
     header.bytes = plan.gives(peer).bytes;
     header.factor = operation.factor;
-    header.root = operation.root;
-    header.kind = operation.kind;
-    header.type = operation.type;
-    header.reduction = operation.reduction;
   }
   exchange(operation, plan);
   if (plan.reduces() && count != 0) reduce(operation, plan);
@@ -128,8 +113,7 @@ void MpiRunner::compare(const Operation& operation, const MpiPlan& plan) {
     const MpiHeader& header = traffic_->header_from(peer);
     if (is_same_operation(first, header)) continue;
     collective::throw_mismatch(notices_.global_rank(rank_), number_, notices_.global_rank(0),
-                               operation_of(first), notices_.global_rank(peer),
-                               operation_of(header));
+                               first.signature, notices_.global_rank(peer), header.signature);
   }
   for (int peer = 0; peer < size_; ++peer) {
     const std::size_t given = traffic_->header_from(peer).bytes;

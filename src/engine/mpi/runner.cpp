@@ -15,7 +15,7 @@ namespace {
 constexpr std::chrono::nanoseconds kShortestIdle = std::chrono::milliseconds(5);
 constexpr std::chrono::nanoseconds kLongestIdle = std::chrono::milliseconds(200);
 // Those who wait for a message check this often for ranks that are gone.
-constexpr auto kPeerCheckInterval = std::chrono::milliseconds(200);
+constexpr auto kPeerPollInterval = std::chrono::milliseconds(200);
 // What a rank sent before it left has arrived after this time.
 constexpr auto kLastMessage = std::chrono::seconds(1);
 
@@ -102,7 +102,7 @@ void MpiRunner::wait_until(const collective::Request& request, Clock::time_point
   const auto& abandonable = dynamic_cast<const Abandonable&>(request);
   const MutexLock lock(mutex_);
   while (true) {
-    const auto next_check = std::min(deadline, Clock::now() + kPeerCheckInterval);
+    const auto next_check = std::min(deadline, Clock::now() + kPeerPollInterval);
     while (!request.is_done && !abandonable.is_abandoned && !failure_ &&
            done_.wait_until(mutex_, next_check)) {
     }
@@ -112,10 +112,12 @@ void MpiRunner::wait_until(const collective::Request& request, Clock::time_point
     const Activity activity = message != nullptr
                                   ? activity_of(message->message)
                                   : static_cast<const MpiOperation&>(request).operation.activity();
-    const int peer = message != nullptr ? notices_.global_rank(message->message.peer) : -1;
+    // Copied here: of any source it is written when the message comes.
+    const int its_peer = message != nullptr ? message->message.peer : collective::kAnyRank;
+    const int peer = message != nullptr ? notices_.global_rank(its_peer) : -1;
     const MutexUnlock unlock(mutex_);
     try {
-      if (message != nullptr) check_peer_of(*message, activity, Clock::now() - start);
+      check_peer(its_peer, activity, Clock::now() - start);
       if (Clock::now() >= deadline) {
         throw TimeoutError(
             {.rank = notices_.global_rank(rank_), .peer = peer, .operation = activity.operation},
@@ -129,9 +131,7 @@ void MpiRunner::wait_until(const collective::Request& request, Clock::time_point
   }
 }
 
-void MpiRunner::check_peer_of(const collective::MessageRequest& request, const Activity& activity,
-                              Clock::duration waited) {
-  const int peer = request.message.peer;
+void MpiRunner::check_peer(int peer, const Activity& activity, Clock::duration waited) {
   if (peer == collective::kAnyRank || peer == rank_) return;
   notices_.check_processes({peer}, activity);
   notices_.check_store({peer}, waited > kLastMessage ? UINT64_MAX : 0, activity);

@@ -48,8 +48,7 @@ class MpiRunner final : public collective::Runner {
   struct Ended {};  // thrown in the thread when the engine ends under an operation
 
   void wait_until(const collective::Request& request, Clock::time_point deadline);
-  void check_peer_of(const collective::MessageRequest& request, const Activity& activity,
-                     Clock::duration waited);
+  void check_peer(int peer, const Activity& activity, Clock::duration waited);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
   [[noreturn]] void throw_failure() LOCKSTEP_REQUIRES(mutex_);
   void fail(const std::exception_ptr& error) LOCKSTEP_EXCLUDES(mutex_);

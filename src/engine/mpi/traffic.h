@@ -36,16 +36,11 @@ struct MpiProblem : std::runtime_error {
 
 // What a rank says of a piece of an operation to another, with the bytes for it if they are few.
 struct MpiHeader {
+  collective::Signature signature;
   std::uint64_t number;  // of the operation
-  std::uint64_t total;   // elements of a part in the whole operation
   std::uint64_t first;   // element of the piece
   std::uint64_t bytes;   // that the sender gives the receiver
   double factor;         // of Reduction::kScaledSum
-  std::int32_t root;
-  collective::Kind kind;
-  collective::DataType type;
-  collective::Reduction reduction;
-  std::uint8_t unused;
   std::byte payload[MpiPlan::kSmallBytes];
 };
 static_assert(std::is_trivially_copyable_v<MpiHeader>);

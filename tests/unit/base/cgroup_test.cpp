@@ -22,6 +22,10 @@ TEST(Cgroup, TheTightestLimitOnTheWayUpCounts) {
   EXPECT_EQ(memory_left_in_cgroup(v2.root()), 1400);
   v2.write("/sys/fs/cgroup/jobs/mine/memory.max", "700");
   EXPECT_EQ(memory_left_in_cgroup(v2.root()), 200);
+  // What a program has read stays in memory as long as nobody needs the room.
+  v2.write("/sys/fs/cgroup/jobs/mine/memory.stat",
+           "anon 100\nfile 390\ninactive_file 300\nactive_file 50\nslab_reclaimable 10\n");
+  EXPECT_EQ(memory_left_in_cgroup(v2.root()), 560);
 
   const FakeSystem v1;
   v1.write("/proc/self/cgroup", "4:memory:/job\n0::/");

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 namespace lockstep::collective {
@@ -66,7 +67,14 @@ std::vector<std::vector<T>> random_values(int ranks, std::size_t count) {
   std::uniform_real_distribution<double> uniform(-100, 100);
   std::vector<std::vector<T>> values(static_cast<std::size_t>(ranks));
   for (auto& one : values) {
-    for (std::size_t i = 0; i < count; ++i) one.push_back(static_cast<T>(uniform(random)));
+    for (std::size_t i = 0; i < count; ++i) {
+      const double value = uniform(random);
+      if constexpr (std::is_unsigned_v<T>) {
+        one.push_back(static_cast<T>(static_cast<int>(value)));  // wraps
+      } else {
+        one.push_back(static_cast<T>(value));
+      }
+    }
   }
   return values;
 }

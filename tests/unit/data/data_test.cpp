@@ -12,9 +12,12 @@
 #include <numeric>
 #include <thread>
 
+#include "support/has.h"
+
 namespace lockstep {
 namespace {
 
+using test::has;
 namespace fs = std::filesystem;
 
 class Files : public testing::Test {
@@ -51,10 +54,6 @@ std::string refusal(const Call& call) {
   return "nothing was refused";
 }
 
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 using namespace std::string_literals;
 const std::string kBytes = "\0\0\x08\x02\0\0\0\x02\0\0\0\x03\x01\x02\x03\x04\x05\x06"s;
 
@@ -81,8 +80,9 @@ TEST_F(Files, ABadIdxFileIsNamedWithTheReason) {
       {"\0\0\x08\x03\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFFx"s, "larger than memory"},
       {"\0\0\x08\x02\0\xFF\xFF\xFF\0\xFF\xFF\xFFx"s, "is truncated"}};
   for (const auto& [bytes, part] : cases) {
-    EXPECT_TRUE(has(refusal([&] { read_idx(write("bad", bytes)); }), part)) << part;
-    EXPECT_TRUE(has(refusal([&] { read_idx(write("bad", bytes)); }), "/bad")) << part;
+    const std::string path = write("bad", bytes);
+    EXPECT_TRUE(has(refusal([&] { read_idx(path); }), part)) << part;
+    EXPECT_TRUE(has(refusal([&] { read_idx(path); }), "/bad")) << part;
   }
   // A packed file that was cut.
   const std::string whole = write_gz("whole.gz", kBytes + std::string(5000, 'x'));
@@ -208,6 +208,30 @@ TEST(Loader, ABadSampleIsNamedAndTheRestGoesOn) {
     EXPECT_EQ(good, 9);
     EXPECT_TRUE(has(said, "Sample 17 cannot be had: the disk is broken\n")) << said;
   }
+}
+
+TEST(Loader, AResumeDoesNotRepeatABadBatch) {
+  const auto dataset = std::make_shared<Numbers>(40, 17);
+  const auto make = [&] {
+    return Loader(dataset, DistributedSampler(40, 0, 1, {.order = SampleOrder::kSequential}),
+                  {.batch_size = 4});
+  };
+  Loader first = make();
+  for (int i = 0; i < 4; ++i) first.next();
+  EXPECT_THROW(first.next(), UsageError);
+  Loader second = make();
+  second.load_state(first.state());
+  EXPECT_EQ(second.next()->indices.front(), 20);
+}
+
+// What is left of an epoch may be less than a batch.
+TEST(Loader, MayBeMadeAtTheEndOfAnEpoch) {
+  const auto dataset = std::make_shared<Numbers>(10);
+  DistributedSampler sampler(10, 0, 1);
+  sampler.load_state({.seed = 0, .epoch = 1, .consumed = 8});
+  Loader loader(dataset, sampler, {.batch_size = 4});
+  EXPECT_EQ(loader.next()->indices.size(), 2);
+  EXPECT_TRUE(has(refusal([&] { Loader(dataset, EvalSampler(11, 0, 1)); }), "draws from 11"));
 }
 
 TEST(Loader, SamplesThatDifferAreNamed) {

@@ -129,7 +129,7 @@ TEST(Sampler, EpochsAdvanceByThemselvesAndDiffer) {
 
 // LibTorch's loader copies its sampler and draws ahead.
 TEST(Sampler, WorksInLibTorchsDataLoader) {
-  struct Numbers : torch::data::Dataset<Numbers> {
+  struct Squares : torch::data::Dataset<Squares> {
     torch::data::Example<> get(std::size_t index) override {
       const auto number = torch::full({1}, static_cast<double>(index));
       return {number, number};
@@ -138,7 +138,7 @@ TEST(Sampler, WorksInLibTorchsDataLoader) {
   };
   DistributedSampler sampler(10, 1, 2);
   auto loader =
-      torch::data::make_data_loader(Numbers().map(torch::data::transforms::Stack<>()), sampler,
+      torch::data::make_data_loader(Squares().map(torch::data::transforms::Stack<>()), sampler,
                                     torch::data::DataLoaderOptions().batch_size(2).workers(2));
   std::set<std::vector<float>> orders;
   for (int epoch = 0; epoch < 4; ++epoch) {

@@ -107,7 +107,7 @@ int refusal_names_bytes(int resource, rlim_t limit, const char* word) {
 
 TEST(Segment, ATightLimitIsAnErrorWithByteCounts) {
   EXPECT_EQ(refusal_names_bytes(RLIMIT_FSIZE, 1 << 20, "file sizes is 1048576"), 0);
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space
+#ifndef LOCKSTEP_SANITIZED  // they need address space
   EXPECT_EQ(refusal_names_bytes(RLIMIT_AS, 32 << 20, "address space is 33554432"), 0);
 #endif
   EXPECT_EQ(in_child([] {
