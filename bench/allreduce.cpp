@@ -37,9 +37,9 @@ constexpr int kRunsInTurn = 20;
 constexpr int kGlooRunsInTurn = 3;  // they take milliseconds
 
 struct Options {
-  std::vector<int> ranks = {2, 4, 8};
+  std::vector<int> ranks = {2, 4};
   std::int64_t min_bytes = 0;
-  std::int64_t max_bytes = 512 << 20;
+  std::int64_t max_bytes = 100 << 20;
   std::string only;
   bool is_json = false;
 };

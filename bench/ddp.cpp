@@ -37,11 +37,11 @@ struct Amount {
   int steps;
   int rounds;
 };
-constexpr Amount kAmounts[] = {{"mlp", 100, 1000, 7},
-                               {"cnn", 5, 40, 5},
-                               {"gpt", 3, 15, 5},
-                               {"gpt2", 2, 6, 3},
-                               {"many", 20, 200, 5}};
+constexpr Amount kAmounts[] = {{"mlp", 100, 1000, 5},
+                               {"cnn", 5, 30, 3},
+                               {"gpt", 3, 10, 3},
+                               {"gpt2", 2, 4, 2},
+                               {"many", 20, 200, 3}};
 
 struct Options {
   std::vector<std::string> models;

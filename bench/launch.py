@@ -121,7 +121,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true", help="one object a row")
     options = parser.parse_args()
-    rounds = 3 if QUICK else 60
+    rounds = 3 if QUICK else 30
     rows = [measure_start(2, rounds), measure_start(64, max(2, rounds // 6)),
             measure_death(2 if QUICK else 10), measure_waiting(1 if QUICK else 10)]
     for group in rows:

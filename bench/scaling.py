@@ -76,7 +76,7 @@ def main():
     numbers = lambda text: [int(one) for one in text.split(",")]
     parser.add_argument("--ranks", type=numbers, default=[1, 2])
     parser.add_argument("--hosts", type=numbers, default=[2] if IS_QUICK else [2, 3, 4])
-    parser.add_argument("--rounds", type=int, default=1 if IS_QUICK else 11)
+    parser.add_argument("--rounds", type=int, default=1 if IS_QUICK else 7)
     parser.add_argument("--json", action="store_true", help="one object a row")
     options = parser.parse_args()
     if not options.json:

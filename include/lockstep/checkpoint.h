@@ -17,8 +17,8 @@
 // States of all ranks' random generators are part of it. All calls that save or load are
 // collective: every rank makes them, at the same step. Objects that were added must outlive the
 // Checkpointer, and stay where they are. Tensors are the same on all ranks, as
-// DistributedDataParallel keeps them: ranks share the work of writing. What a communication hook
-// keeps (PowerSGD, top-k) is not saved.
+// DistributedDataParallel keeps them, and are compared before they are written: ranks share the
+// work. Of a module's buffers that differ rank 0's are saved.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -100,12 +100,13 @@ class LOCKSTEP_API Checkpointer {
   // Anything else, as a text. Rank 0's is saved, all ranks load it.
   Checkpointer& add(const std::string& name, std::function<std::string()> save,
                     std::function<void(const std::string&)> load);
-  // So that saving in the middle of an accumulation is refused, and for on_signal().
+  // Each wrapped model: what its comm hook keeps is saved (PowerSGD, top-k), saving in the middle
+  // of an accumulation is refused, and on_signal() needs it.
   Checkpointer& add(DistributedDataParallel& ddp);
 
   // Returns when the checkpoint is on the disk. Throws on all ranks: SystemError (a rank could not
-  // write; older checkpoints are as they were), MismatchError (ranks are at different steps), what
-  // collectives throw.
+  // write; older checkpoints are as they were), MismatchError (ranks are at different steps, or
+  // have different parameters or optimizer states), what collectives throw.
   void save(std::int64_t step);
   // Returns when a copy is made; it is written while training goes on. What goes wrong then is
   // thrown by the next call of save(), save_async() or wait().

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,6 +49,9 @@ class LOCKSTEP_API HookComm {
   std::int64_t bytes_sent_ = 0;
 };
 
+// What a hook keeps from step to step on this rank, by names of its own.
+using HookState = std::map<std::string, at::Tensor>;
+
 // A hook may keep state from step to step: give each wrapped model one of its own.
 class LOCKSTEP_API CommHook {
  public:
@@ -59,6 +63,12 @@ class LOCKSTEP_API CommHook {
   // Begins to average the bucket. Returns what is to be done at the end of backward, in the order
   // of buckets: wait, more collectives, and writing the mean into the bucket.
   virtual std::function<void()> start(GradBucket bucket, HookComm& comm) = 0;
+
+  // For checkpoints. What state() gave comes back, on the same rank, before the first bucket of a
+  // resumed run: buckets are laid out as they were, and `epoch` is theirs. In a world of another
+  // size every rank gets rank 0's, with the mean over ranks in tensors of floating point.
+  virtual HookState state() const { return {}; }
+  virtual void load_state(const HookState& /*state*/, int /*epoch*/) {}
 };
 
 // Sends gradients in 16 bits: half the bytes of f32. The mean is taken in the engine, which

@@ -162,6 +162,14 @@ class LOCKSTEP_API DistributedDataParallel {
 
   DdpStats stats() const;
 
+  // What this rank keeps for the comm hook, with the layout of buckets that it belongs to; empty
+  // without one. A Checkpointer saves and loads it.
+  HookState hook_state() const;
+  // Throws: UsageError if it is of another model, or there is no hook.
+  void check_hook_state(const HookState& state) const;
+  // All ranks, and before the next backward. Throws: as check_hook_state().
+  void load_hook_state(const HookState& state);
+
  private:
   std::function<std::unique_ptr<Reducer, ReducerDeleter>()> make_;
   std::unique_ptr<Reducer, ReducerDeleter> reducer_;

@@ -53,13 +53,20 @@ LOCKSTEP_API Curve cosine(std::int64_t steps, double floor = 0);
 // Multiplied by `gamma` every `steps` steps.
 LOCKSTEP_API Curve stairs(std::int64_t steps, double gamma = 0.1);
 // Up to 1 and down again, both as cosines; the optimizer's rate is the highest. As Python's
-// OneCycleLR.
+// OneCycleLR, which moves the momentum as well: see one_cycle_momentum().
 struct OneCycle {
   double rising = 0.3;       // part of the steps
   double first = 1.0 / 25;   // at the beginning
   double last = 1.0 / 25e4;  // at the end
 };
 LOCKSTEP_API Curve one_cycle(std::int64_t steps, const OneCycle& options = {});
+// The momentum that goes with it, for Schedule's third argument: low where the rate is high.
+struct OneCycleMomentum {
+  double rising = 0.3;  // as OneCycle's
+  double low = 0.85;
+  double high = 0.95;
+};
+LOCKSTEP_API Curve one_cycle_momentum(std::int64_t steps, const OneCycleMomentum& options = {});
 // From 1/steps to 1 in `steps` steps, then `then`, which begins with its step 0.
 LOCKSTEP_API Curve warm_up(
     std::int64_t steps, Curve then = [](std::int64_t) { return 1.0; });
@@ -71,8 +78,10 @@ LOCKSTEP_API double scaled_lr(double base, const World& world);
 // Sets the learning rates of all groups of an optimizer, from those that they have now.
 class LOCKSTEP_API Schedule {
  public:
-  // The optimizer must outlive it. Its rates are set for step 0.
-  Schedule(torch::optim::Optimizer& optimizer, Curve curve);
+  // The optimizer must outlive it. Its rates are set for step 0. `momentum`, if given, is the
+  // momentum at each step (SGD, RMSprop), or beta1 (Adam, AdamW).
+  // Throws: UsageError if the optimizer has neither.
+  Schedule(torch::optim::Optimizer& optimizer, Curve curve, Curve momentum = {});
 
   void step();  // after the optimizer's
   std::int64_t steps() const { return steps_; }
@@ -94,6 +103,7 @@ class LOCKSTEP_API Schedule {
 
   torch::optim::Optimizer& optimizer_;
   Curve curve_;
+  Curve momentum_;
   std::vector<double> base_lrs_;
   std::int64_t steps_ = 0;
 };

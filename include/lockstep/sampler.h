@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace lockstep {
@@ -70,7 +71,15 @@ class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> 
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  friend class Loader;
   struct State;
+
+  // For a loader that draws ahead: a sampler of its own for what is left of the epoch, and the
+  // number of samples of it that were really used. `pass` tells passes through the data apart: what
+  // is used of one that set_epoch(), load_state() or reset() has ended does not count.
+  std::pair<DistributedSampler, std::int64_t> begin_pass();
+  void use(std::size_t samples, std::int64_t pass);
+
   std::shared_ptr<State> state_;
 };
 

@@ -63,11 +63,11 @@ FileRecord write_file(const std::string& folder, const std::string& name, std::s
   return writer.finish();
 }
 
-void sync_folder(const std::string& folder) {
+bool sync_folder(const std::string& folder) {
   const Fd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!fd || ::fsync(fd.get()) != 0) {
-    throw_errno(text::format("cannot fsync the folder {}", folder), kDiskAdvice);
-  }
+  if (fd && ::fsync(fd.get()) == 0) return true;
+  if (fd && (errno == EINVAL || errno == ENOTSUP || errno == ENOSYS)) return false;
+  throw_errno(text::format("cannot fsync the folder {}", folder), kDiskAdvice);
 }
 
 FileReader::FileReader(const std::string& path)

@@ -37,8 +37,8 @@ class FileWriter {
 
 FileRecord write_file(const std::string& folder, const std::string& name, std::string_view bytes);
 
-// fsync of a folder: of its list of names.
-void sync_folder(const std::string& folder);
+// fsync of a folder: of its list of names. False if its file system cannot.
+bool sync_folder(const std::string& folder);
 
 class FileReader {
  public:

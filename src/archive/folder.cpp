@@ -9,12 +9,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <ctime>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <random>
 
 #include "base/json.h"
+#include "base/log.h"
+#include "base/posix.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -95,6 +98,61 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
+// Who has the folder: for those who come while it is locked. NFS may keep a lock whose host is
+// gone.
+struct Owner {
+  std::string host;
+  std::string boot;
+  std::int64_t pid = 0;
+};
+
+std::string text_of(const Owner& owner) {
+  return text::format("process {} of host {}", owner.pid, owner.host);
+}
+
+std::string boot_id() { return read_small_file("/proc/sys/kernel/random/boot_id"); }
+
+Fd open_lock(const std::string& file) {
+  Fd lock(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  if (!lock) throw_errno(text::format("cannot write {}", file), "Check its permissions.");
+  return lock;
+}
+
+// False if another process has it.
+bool try_lock(const Fd& lock, const std::string& file) {
+  if (::flock(lock.get(), LOCK_EX | LOCK_NB) == 0) return true;
+  if (errno == EWOULDBLOCK) return false;
+  if (errno != ENOSYS && errno != ENOLCK && errno != ENOTSUP && errno != EINVAL) {
+    throw_errno(text::format("cannot lock {}", file), "Use another folder.");
+  }
+  Log(-1).warning(
+      "the file system of {} has no locks ({}): make sure that no other run writes there", file,
+      std::strerror(errno));
+  return true;
+}
+
+void write_owner(const Fd& lock) {
+  const std::string text =
+      Json{{"host", host_name()}, {"boot", boot_id()}, {"pid", ::getpid()}}.dump();
+  // Only errors tell it: a disk without room for it shows when a checkpoint is written.
+  if (::ftruncate(lock.get(), 0) == 0) {
+    [[maybe_unused]] const ssize_t written = ::pwrite(lock.get(), text.data(), text.size(), 0);
+  }
+}
+
+Owner read_owner(const Fd& lock) {
+  std::string text(4096, '\0');
+  text.resize(static_cast<std::size_t>(
+      std::max<ssize_t>(0, ::pread(lock.get(), text.data(), text.size(), 0))));
+  const Json json = Json::parse(text, nullptr, false);
+  if (!json.is_object()) return {};
+  try {
+    return {.host = json.at("host"), .boot = json.at("boot"), .pid = json.at("pid")};
+  } catch (const Json::exception&) {  // of another program, or of version 0.1
+    return {};
+  }
+}
+
 }  // namespace
 
 std::string CheckpointName::text() const { return text::format("{}-step-{}", number, step); }
@@ -159,16 +217,32 @@ std::string find_damage(const std::string& checkpoint, const Manifest& manifest)
 
 CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
   make_folder(path_);
+  if (!sync_folder(path_)) {
+    Log(-1).warning(
+        "the file system of {} cannot fsync a folder: the newest checkpoint may be missing after "
+        "the machine has lost power",
+        path_);
+  }
   const std::string file = path_ + "/" + kLock;
-  lock_ = Fd(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
-  if (!lock_) throw_errno(text::format("cannot write {}", file), "Check its permissions.");
-  if (::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return;
-  if (errno != EWOULDBLOCK)
-    throw_errno(text::format("cannot lock {}", file), "Use another folder.");
-  refuse(
-      text::format("Another run writes its checkpoints to {}.\nGive each run a folder of its own, "
-                   "or wait until that one has ended.",
-                   path_));
+  lock_ = open_lock(file);
+  if (!try_lock(lock_, file)) {
+    const Owner owner = read_owner(lock_);
+    if (owner.host != host_name() || owner.boot == boot_id()) {
+      refuse(
+          text::format("Another run writes its checkpoints to {}: {}.\nGive each run a folder of "
+                       "its own, or wait "
+                       "until that one has ended. If its host is gone for good, remove {}.",
+                       path_, owner.host.empty() ? "its .lock is locked" : text_of(owner), file));
+    }
+    Log(-1).warning("{} is of {}, before this host restarted: it is replaced", file,
+                    text_of(owner));
+    const std::string fresh = path_ + "/" + random_name(kUnfinished);
+    lock_ = open_lock(fresh);
+    if (!try_lock(lock_, fresh) || ::rename(fresh.c_str(), file.c_str()) != 0) {
+      throw_errno(text::format("cannot replace {}", file), "Use another folder.");
+    }
+  }
+  write_owner(lock_);
 }
 
 void CheckpointFolder::remove_orphans() const {

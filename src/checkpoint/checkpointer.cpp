@@ -122,8 +122,7 @@ void add_part(std::vector<Part>& parts, Part part, int rank) {
 }  // namespace
 
 Checkpointer& Checkpointer::add(std::shared_ptr<torch::nn::Module> model, const std::string& name) {
-  add_part(impl_->parts, part_of([model] { return tensors_of(*model); }, name),
-           impl_->world.rank());
+  add_part(impl_->parts, part_of(model, name), impl_->world.rank());
   return *this;
 }
 
@@ -172,19 +171,21 @@ Checkpointer& Checkpointer::add(const std::string& name, std::function<std::stri
 }
 
 Checkpointer& Checkpointer::add(DistributedDataParallel& ddp) {
-  impl_->ddp = &ddp;
+  if (std::ranges::find(impl_->ddps, &ddp) == impl_->ddps.end()) impl_->ddps.push_back(&ddp);
   impl_->watch_signals();
   return *this;
 }
 
 void Checkpointer::Impl::watch_signals() {
-  if (ddp == nullptr || signals.empty()) return;
-  ddp->stop_when([bits = signal_bits] { return has_come(*bits); });
+  if (signals.empty()) return;
+  for (DistributedDataParallel* const ddp : ddps) {
+    ddp->stop_when([bits = signal_bits] { return has_come(*bits); });
+  }
 }
 
 void Checkpointer::on_signal(int signal) {
   const ErrorPlace place{.rank = impl_->world.rank(), .operation = "Checkpointer::on_signal"};
-  if (impl_->ddp == nullptr && impl_->world.size() > 1) {
+  if (impl_->ddps.empty() && impl_->world.size() > 1) {
     throw UsageError(place, "The ranks cannot agree on a step to stop at.\nCall add(ddp) first.");
   }
   struct sigaction action {};
@@ -201,7 +202,9 @@ void Checkpointer::on_signal(int signal) {
 }
 
 bool Checkpointer::must_stop() const {
-  return impl_->ddp != nullptr ? impl_->ddp->must_stop() : has_come(*impl_->signal_bits);
+  if (impl_->ddps.empty()) return has_come(*impl_->signal_bits);
+  return std::ranges::any_of(impl_->ddps,
+                             [](const DistributedDataParallel* ddp) { return ddp->must_stop(); });
 }
 
 }  // namespace lockstep

@@ -37,11 +37,13 @@ struct Checkpointer::Impl {
   // saving.cpp
   struct Saving {
     CheckpointName name;
-    std::string key = {};                // of its exchanges by the store
-    std::vector<NamedTensor> mine = {};  // the tensors that this rank writes
-    int part = -1;                       // -1: this rank writes nothing
-    int num_parts = 0;
-    std::string unfinished = {};  // the group's folder until it is committed
+    std::string key = {};  // of its exchanges by the store
+    struct File {
+      std::string name;
+      std::vector<NamedTensor> tensors;
+    };
+    std::vector<File> files = {};  // that this rank writes
+    std::string unfinished = {};   // the group's folder until it is committed
     std::string state = {};
     std::string failure = {};  // of this rank, before it could write
   };
@@ -49,7 +51,8 @@ struct Checkpointer::Impl {
   Saving begin(std::int64_t step);
   void write(const Saving& saving, const Exchange& exchange) const;
   void start_writer(Saving saving);
-  void copy_tensors(std::vector<NamedTensor>& tensors);
+  void agree_on_tensors(Snapshot& snapshot, std::int64_t step) const;
+  void copy_tensors(Saving& saving);
   void wait();
 
   // loading.cpp
@@ -66,7 +69,7 @@ struct Checkpointer::Impl {
   int uncaught = std::uncaught_exceptions();
 
   std::vector<Part> parts;
-  DistributedDataParallel* ddp = nullptr;
+  std::vector<DistributedDataParallel*> ddps;
   std::int64_t next_number = 0;
   std::vector<std::pair<int, struct sigaction>> signals;  // with what they did before
   // DDP has it, too, as either may end first.

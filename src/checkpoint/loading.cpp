@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/checkpointer.h"
+#include "checkpoint/own_tensors.h"
 #include "checkpoint/tensors.h"
 #include "world/exchange.h"
 #include "world/packed.h"
@@ -23,12 +24,18 @@ struct Contents {
   std::map<std::string, TensorEntry> tensors;
   std::map<std::string, std::size_t> file_of;
   Json state;
+  int num_own_files = 0;  // one for each rank of the run that saved them, or none
 };
 
 Contents open_checkpoint(const std::string& path) {
   Contents contents;
-  for (const FileRecord& record : read_manifest(path).files) {
+  const Manifest manifest = read_manifest(path);
+  for (const FileRecord& record : manifest.files) {
     const std::string file = path + "/" + record.name;
+    if (is_own_file(record.name)) {
+      contents.num_own_files = manifest.world_size;
+      continue;
+    }
     if (record.name == "state.json") {
       contents.state = parse_json(read_whole(file), file);
       if (const auto version = contents.state.value("version", kStateVersion);
@@ -53,12 +60,14 @@ Contents open_checkpoint(const std::string& path) {
 Json describe(const Contents& contents) {
   Json tensors = Json::object();
   for (const auto& [name, entry] : contents.tensors) tensors[name] = {entry.dtype, entry.shape};
-  return {{"tensors", tensors}, {"state", contents.state}};
+  return {
+      {"tensors", tensors}, {"state", contents.state}, {"num_own_files", contents.num_own_files}};
 }
 
 Contents from_description(const Json& description) {
   Contents contents;
   contents.state = description.at("state");
+  contents.num_own_files = description.at("num_own_files");
   for (const auto& [name, entry] : description.at("tensors").items()) {
     contents.tensors[name] = {.dtype = entry[0],
                               .shape = entry[1].get<std::vector<std::int64_t>>()};
@@ -132,11 +141,33 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
       loaded.differences.push_back(text::format("unexpected: {}", one.key()));
     }
   }
+  const bool has_own = contents.num_own_files > 0 && !ddps.empty();
+  if (contents.num_own_files > 0 && ddps.empty()) {
+    loaded.differences.emplace_back("unexpected: the state of comm hooks");
+  }
   std::vector<NamedTensor> fitting;
   const auto more = compare(contents.tensors, wanted, load_options.strict, fitting);
   loaded.differences.insert(loaded.differences.end(), more.begin(), more.end());
   if (load_options.strict && !loaded.differences.empty()) {
     throw_differences(its_path, loaded.differences, world.rank());
+  }
+  std::vector<HookState> own;
+  if (has_own) {
+    try {
+      own = read_own_tensors(its_path, contents.num_own_files, world.rank(), world.size(), ddps);
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+    // All ranks load it or none: parts of it must be the same everywhere.
+    const auto failures = exchange_texts(world, failure_text(failure, world.rank()));
+    if (load_options.strict) {
+      throw_first_cause(world, failures, {.rank = world.rank(), .operation = "load"});
+    }
+    if (!std::ranges::all_of(failures, &std::string::empty)) {
+      own.clear();
+      failure = nullptr;
+      loaded.differences.emplace_back("left out: the state of comm hooks");
+    }
   }
 
   try {
@@ -157,6 +188,9 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
     move_packed(tensors, [&](const at::Tensor& packed) { world.broadcast(packed, reader); });
   }
   for (const Wish& wish : wishes) wish.finish();
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    if (!own[i].empty()) ddps[i]->load_hook_state(own[i]);
+  }
   return loaded;
 }
 

@@ -4,12 +4,14 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <lockstep/error.h>
+#include <torch/nn/module.h>
 
 #include <mutex>
 #include <utility>
 
 #include "base/hash.h"
 #include "base/text.h"
+#include "checkpoint/tensors.h"
 
 namespace lockstep {
 namespace {
@@ -75,6 +77,15 @@ Part part_of(std::function<std::vector<NamedTensor>()> tensors, const std::strin
                 for (NamedTensor& one : named()) snapshot.tensors.push_back(std::move(one));
               },
           .load = [named](const Json&) { return Wish{.tensors = named()}; }};
+}
+
+Part part_of(const std::shared_ptr<torch::nn::Module>& model, const std::string& name) {
+  Part part = part_of([model] { return tensors_of(*model); }, name);
+  part.save = [model, name, save = std::move(part.save)](Snapshot& snapshot) {
+    save(snapshot);
+    for (const auto& one : model->named_buffers()) snapshot.buffers.insert(name + "." + one.key());
+  };
+  return part;
 }
 
 Part part_of(optim::Schedule& schedule, const std::string& name) {

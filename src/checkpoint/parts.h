@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,8 @@ inline constexpr int kStateVersion = 1;
 
 struct Snapshot {
   std::vector<NamedTensor> tensors = {};
-  Json values = Json::object();  // by part
+  std::set<std::string> buffers = {};  // which of them are a module's: rank 0's are saved
+  Json values = Json::object();        // by part
 };
 
 struct Wish {
@@ -41,6 +43,7 @@ struct Part {
 };
 
 Part part_of(std::function<std::vector<NamedTensor>()> tensors, const std::string& name);
+Part part_of(const std::shared_ptr<torch::nn::Module>& model, const std::string& name);
 Part part_of(torch::optim::Optimizer& optimizer, const std::string& name);
 Part part_of(optim::Schedule& schedule, const std::string& name);
 Part part_of(GradScaler& scaler, const std::string& name);

@@ -10,7 +10,9 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/checkpointer.h"
+#include "checkpoint/own_tensors.h"
 #include "checkpoint/tensors.h"
+#include "ddp/agreement.h"
 #include "world/exchange.h"
 
 namespace lockstep {
@@ -46,7 +48,8 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
   wait();
   const ErrorPlace place{.rank = world.rank(), .step = step, .operation = "save"};
   if (step < 0) throw UsageError(place, "The step is negative.\nCount steps from 0.");
-  if (ddp != nullptr && ddp->num_pending() > 0) {
+  for (const DistributedDataParallel* const ddp : ddps) {
+    if (ddp->num_pending() == 0) continue;
     throw UsageError(place,
                      text::format("{} backwards of an accumulation are not yet averaged: their "
                                   "gradients would be lost.\nSave after optimizer.step().",
@@ -73,6 +76,29 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
   return text;
 }
 
+// A checkpoint is one run's: each rank writes a part of what all have. Buffers may differ (running
+// statistics between two backwards, or with BufferSync::kOff): rank 0's are saved.
+void Checkpointer::Impl::agree_on_tensors(Snapshot& snapshot, std::int64_t step) const {
+  if (world.size() == 1) return;
+  for (const Difference& one : find_differences(world, snapshot.tensors)) {
+    NamedTensor& its = snapshot.tensors[one.index];
+    if (!snapshot.buffers.contains(its.name)) {
+      throw MismatchError(
+          {.rank = world.rank(),
+           .peer = static_cast<int>(one.ranks.front()),
+           .step = step,
+           .operation = "save"},
+          text::format(
+              "{} is not the same on rank 0 and on rank {}: a checkpoint would mix them.\n"
+              "Keep ranks equal (DistributedDataParallel must live as long as the model is "
+              "trained), and leave out of the Checkpointer what is a rank's own.",
+              its.name, text::join(one.ranks, ", ")));
+    }
+    its.tensor = its.tensor.detach().clone(at::MemoryFormat::Contiguous);
+    world.broadcast(its.tensor, 0);
+  }
+}
+
 // Every rank comes to the exchange, whatever has happened to it, so that all throw or none does.
 Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   Saving saving{.name = {.number = next_number, .step = step}};
@@ -81,8 +107,10 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   std::exception_ptr failure;
   std::string layout;
   std::string unfinished;
+  std::vector<NamedTensor> own;
   try {
     saving.state = take_snapshot(step, snapshot);
+    own = own_tensors(ddps, world.rank());
     layout = layout_of(snapshot.tensors);
     if (is_leader()) unfinished = folder->begin();
   } catch (const std::exception&) {
@@ -115,6 +143,7 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
                          what, all[0].at(what).dump(), its.dump(), rank));
       }
     }
+    agree_on_tensors(snapshot, step);
   } catch (...) {
     drop();
     throw;
@@ -123,23 +152,28 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   saving.unfinished = all[static_cast<std::size_t>(group.front())].at("unfinished");
   saving.key = "checkpoint/" + all[0].at("unfinished").get<std::string>();
   const auto my_place = std::ranges::find(group, world.rank()) - group.begin();
-  saving.num_parts = options.writers == Writers::kEachRank ? static_cast<int>(group.size()) : 1;
-  if (my_place < saving.num_parts) {
-    saving.part = static_cast<int>(my_place);
-    saving.mine = take_part(snapshot.tensors, saving.part, saving.num_parts);
+  const int num_parts = options.writers == Writers::kEachRank ? static_cast<int>(group.size()) : 1;
+  if (const int part = static_cast<int>(my_place); part < num_parts) {
+    saving.files.push_back({.name = text::format("tensors-{}-of-{}.safetensors", part, num_parts),
+                            .tensors = take_part(snapshot.tensors, part, num_parts)});
+  }
+  if (!own.empty()) {
+    saving.files.push_back(
+        {.name = own_file(world.rank(), world.size()), .tensors = std::move(own)});
   }
   return saving;
 }
 
 void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) const try {
   // As above: every rank takes part in both exchanges.
-  Json mine = {{"failure", saving.failure}};
+  Json mine = {{"failure", saving.failure}, {"files", Json::array()}};
   try {
-    if (saving.part >= 0 && saving.failure.empty()) {
-      const std::string name =
-          text::format("tensors-{}-of-{}.safetensors", saving.part, saving.num_parts);
-      const FileRecord record = write_tensors(path + "/" + saving.unfinished, name, saving.mine);
-      mine["file"] = {record.name, record.bytes, record.hash};
+    if (saving.failure.empty()) {
+      for (const Saving::File& file : saving.files) {
+        const FileRecord record =
+            write_tensors(path + "/" + saving.unfinished, file.name, file.tensors);
+        mine["files"].push_back({record.name, record.bytes, record.hash});
+      }
     }
   } catch (const std::exception&) {
     mine["failure"] = failure_text(std::current_exception(), world.rank());
@@ -150,9 +184,9 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
   for (int rank = 0; rank < world.size(); ++rank) {
     const Json its = Json::parse(all[static_cast<std::size_t>(rank)]);
     failures.push_back(its.at("failure"));
-    if (its.contains("file") && std::ranges::find(group, rank) != group.end()) {
-      manifest.files.push_back(
-          {.name = its["file"][0], .bytes = its["file"][1], .hash = its["file"][2]});
+    if (std::ranges::find(group, rank) == group.end()) continue;
+    for (const Json& file : its.at("files")) {
+      manifest.files.push_back({.name = file[0], .bytes = file[1], .hash = file[2]});
     }
   }
   const bool is_written = std::ranges::all_of(failures, &std::string::empty);
@@ -185,7 +219,7 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
 void Checkpointer::Impl::start_writer(Saving saving) {
   const at::NoGradGuard no_grad;
   try {
-    copy_tensors(saving.mine);
+    copy_tensors(saving);
   } catch (const std::exception&) {  // no memory: all are to know
     saving.failure = failure_text(std::current_exception(), world.rank());
   }
@@ -202,10 +236,14 @@ void Checkpointer::Impl::start_writer(Saving saving) {
   });
 }
 
-void Checkpointer::Impl::copy_tensors(std::vector<NamedTensor>& tensors) {
+void Checkpointer::Impl::copy_tensors(Saving& saving) {
+  std::vector<at::Tensor*> tensors;
+  for (Saving::File& file : saving.files) {
+    for (NamedTensor& one : file.tensors) tensors.push_back(&one.tensor);
+  }
   copies.resize(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    at::Tensor& tensor = tensors[i].tensor;
+    at::Tensor& tensor = *tensors[i];
     at::Tensor& copy = copies[i];
     const bool is_alike = copy.defined() && copy.sizes() == tensor.sizes() &&
                           copy.scalar_type() == tensor.scalar_type();

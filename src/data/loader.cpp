@@ -15,7 +15,8 @@ namespace lockstep {
 
 // Batches have numbers in the order of the sampler's draws. A worker takes the next number and its
 // indices under the lock, prepares the batch without it, and puts it down; the caller takes batches
-// in the order of numbers. Workers live for one epoch.
+// in the order of numbers. Workers live for one epoch, and draw from a copy of the sampler: the
+// program's own knows of what was handed out only.
 struct Loader::Impl {
   struct Prepared {
     std::variant<Batch, std::exception_ptr> result;
@@ -25,16 +26,18 @@ struct Loader::Impl {
   // Constant after construction.
   std::shared_ptr<const Dataset> dataset;
   LoaderOptions options;
-  std::variant<DistributedSampler, EvalSampler> sampler;
 
   // The caller's own.
-  std::size_t used = 0;  // samples handed out in this epoch
+  std::variant<DistributedSampler, EvalSampler> sampler;  // the program's: what was handed out
+  std::int64_t pass = 0;                                  // of it, that workers draw for
   double waited_ms = 0;
 
   bool has_begun = false;
   std::vector<std::thread> workers;
 
   Mutex mutex;
+  std::optional<std::variant<DistributedSampler, EvalSampler>> ahead
+      LOCKSTEP_GUARDED_BY(mutex);  // draws
   Condition changed;
   std::map<std::size_t, Prepared> ready LOCKSTEP_GUARDED_BY(mutex);
   std::size_t next_number LOCKSTEP_GUARDED_BY(mutex) = 0;       // to be drawn
@@ -47,8 +50,20 @@ struct Loader::Impl {
       : dataset(std::move(its_dataset)), options(its_options), sampler(std::move(its_sampler)) {}
   ~Impl() { stop(); }
 
-  std::optional<std::vector<std::size_t>> draw() {
-    return std::visit([&](auto& one) { return one.next(options.batch_size); }, sampler);
+  std::optional<std::vector<std::size_t>> draw() LOCKSTEP_REQUIRES(mutex) {
+    return std::visit([&](auto& one) { return one.next(options.batch_size); }, *ahead);
+  }
+
+  // A sampler of the workers' own: the program's may be set to another epoch while they draw.
+  std::variant<DistributedSampler, EvalSampler> begin_pass() {
+    if (auto* const shared = std::get_if<DistributedSampler>(&sampler)) {
+      auto [own, its_pass] = shared->begin_pass();
+      pass = its_pass;
+      return std::move(own);
+    }
+    EvalSampler own = std::get<EvalSampler>(sampler);
+    own.reset();
+    return own;
   }
 
   void stop() {
@@ -66,13 +81,13 @@ struct Loader::Impl {
 
   void begin() {
     stop();
-    std::visit([](auto& one) { one.reset(std::nullopt); }, sampler);
+    auto own = begin_pass();
     {
       const MutexLock lock(mutex);
+      ahead = std::move(own);
       next_number = next_taken = 0;
       total.reset();
     }
-    used = 0;
     waited_ms = 0;
     has_begun = true;
     for (int i = 0; i < options.threads; ++i) workers.emplace_back([this] { work(); });
@@ -115,12 +130,12 @@ struct Loader::Impl {
   }
 
   std::optional<Prepared> take() {
+    const MutexLock lock(mutex);
     if (options.threads == 0) {
       const auto indices = draw();
       if (!indices) return std::nullopt;
       return prepare(*indices);
     }
-    const MutexLock lock(mutex);
     // A worker is always on its way to the next one: what it waits for is the data set's own.
     while (!ready.contains(next_taken) && total != next_taken) changed.wait(mutex);
     if (total == next_taken) return std::nullopt;
@@ -193,7 +208,10 @@ std::optional<Batch> Loader::next() {
     impl_->has_begun = false;
     return std::nullopt;
   }
-  impl_->used += prepared->num_samples;  // a bad one, too: a resume goes on behind it
+  // A bad one, too: a resume goes on behind it.
+  if (auto* const sampler = std::get_if<DistributedSampler>(&impl_->sampler)) {
+    sampler->use(prepared->num_samples, impl_->pass);
+  }
   if (auto* error = std::get_if<std::exception_ptr>(&prepared->result)) {
     std::rethrow_exception(*error);
   }
@@ -202,22 +220,14 @@ std::optional<Batch> Loader::next() {
 
 SamplerState Loader::state() const {
   const auto* sampler = std::get_if<DistributedSampler>(&impl_->sampler);
-  return sampler == nullptr ? SamplerState{} : sampler->state(impl_->used);
+  return sampler == nullptr ? SamplerState{} : sampler->state();
 }
 
 void Loader::load_state(const SamplerState& state) {
-  const SamplerState before = this->state();
-  impl_->stop();
-  impl_->used = 0;
-  impl_->has_begun = false;
   auto* const sampler = std::get_if<DistributedSampler>(&impl_->sampler);
-  if (sampler == nullptr) return;
-  try {
-    sampler->load_state(state);
-  } catch (...) {
-    sampler->load_state(before);  // what was drawn ahead is gone: it is drawn again
-    throw;
-  }
+  if (sampler != nullptr) sampler->load_state(state);
+  impl_->stop();
+  impl_->has_begun = false;
 }
 
 double Loader::waiting_ms() const { return impl_->waited_ms; }

@@ -34,6 +34,15 @@ void write_int(torch::serialize::OutputArchive& archive, const std::string& name
 }  // namespace
 
 struct DistributedSampler::State {
+  State() = default;
+  explicit State(const State& its) LOCKSTEP_REQUIRES(its.mutex)
+      : rank(its.rank),
+        num_ranks(its.num_ranks),
+        options(its.options),
+        num_samples(its.num_samples),
+        begin(its.begin),
+        as_python(its.as_python) {}
+
   // Constant after construction.
   std::int64_t rank = 0;
   std::int64_t num_ranks = 1;
@@ -43,6 +52,7 @@ struct DistributedSampler::State {
   std::int64_t num_samples LOCKSTEP_GUARDED_BY(mutex) = 0;
   SamplerState begin LOCKSTEP_GUARDED_BY(mutex);      // of what is left of the epoch
   std::int64_t drawn LOCKSTEP_GUARDED_BY(mutex) = 0;  // by this rank, since then
+  std::int64_t pass LOCKSTEP_GUARDED_BY(mutex) = 0;   // how often `begin` was set
   std::vector<std::int64_t> as_python
       LOCKSTEP_GUARDED_BY(mutex);  // the whole order, only for kAsPython
 
@@ -85,6 +95,7 @@ struct DistributedSampler::State {
     }
     begin = its;
     drawn = 0;
+    ++pass;
     prepare();
   }
 };
@@ -115,8 +126,22 @@ void DistributedSampler::reset(std::optional<std::size_t> num_samples) {
     state_->begin.consumed = 0;
   }
   state_->drawn = 0;
+  ++state_->pass;
   state_->begin.consumed = std::min(state_->begin.consumed, state_->num_samples);
   state_->prepare();
+}
+
+std::pair<DistributedSampler, std::int64_t> DistributedSampler::begin_pass() {
+  reset();
+  DistributedSampler own(*this);
+  const MutexLock lock(state_->mutex);
+  own.state_ = std::make_shared<State>(*state_);
+  return {std::move(own), state_->pass};
+}
+
+void DistributedSampler::use(std::size_t samples, std::int64_t pass) {
+  const MutexLock lock(state_->mutex);
+  if (pass == state_->pass) state_->drawn += static_cast<std::int64_t>(samples);
 }
 
 std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {

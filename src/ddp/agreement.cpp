@@ -61,34 +61,41 @@ void check_same_lines(const World& world, const std::vector<std::string>& lines,
                                    what, line(all[0], first), other, line(theirs, first)));
 }
 
-void check_same_tensors(const World& world, const std::vector<NamedTensor>& tensors,
-                        std::int64_t step) {
+std::vector<Difference> find_differences(const World& world,
+                                         const std::vector<NamedTensor>& tensors) {
   std::vector<std::int64_t> hashes;
   for (const NamedTensor& one : tensors) {
     hashes.push_back(static_cast<std::int64_t>(hash_of(one.tensor)));
   }
   if (is_same_everywhere(world, hash_bytes(hashes.data(), hashes.size() * sizeof hashes[0]))) {
-    return;
+    return {};
   }
   const at::Tensor all = world.all_gather(at::tensor(hashes, at::TensorOptions(at::kLong)));
   const at::Tensor differs = all.ne(all[0]);
+  std::vector<Difference> found;
   for (std::int64_t i = 0; i < differs.size(1); ++i) {
-    std::vector<std::int64_t> ranks;
+    Difference one{.index = static_cast<std::size_t>(i)};
     for (int rank = 0; rank < world.size(); ++rank) {
-      if (differs[rank][i].item<bool>()) ranks.push_back(rank);
+      if (differs[rank][i].item<bool>()) one.ranks.push_back(rank);
     }
-    if (ranks.empty()) continue;
-    throw MismatchError(
-        {.rank = world.rank(),
-         .peer = static_cast<int>(ranks.front()),
-         .step = step,
-         .operation = "replica check"},
-        text::format(
-            "The replicas have drifted apart: {} is not the same on rank 0 and on rank {}.\n"
-            "Make every change of parameters and buffers on all ranks alike: step with "
-            "averaged gradients only, load checkpoints everywhere, seed equally.",
-            tensors[static_cast<std::size_t>(i)].name, text::join(ranks, ", ")));
+    if (!one.ranks.empty()) found.push_back(std::move(one));
   }
+  return found;
+}
+
+void check_same_tensors(const World& world, const std::vector<NamedTensor>& tensors,
+                        std::int64_t step) {
+  const std::vector<Difference> found = find_differences(world, tensors);
+  if (found.empty()) return;
+  throw MismatchError(
+      {.rank = world.rank(),
+       .peer = static_cast<int>(found.front().ranks.front()),
+       .step = step,
+       .operation = "replica check"},
+      text::format("The replicas have drifted apart: {} is not the same on rank 0 and on rank {}.\n"
+                   "Make every change of parameters and buffers on all ranks alike: step with "
+                   "averaged gradients only, load checkpoints everywhere, seed equally.",
+                   tensors[found.front().index].name, text::join(found.front().ranks, ", ")));
 }
 
 }  // namespace lockstep

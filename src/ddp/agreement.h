@@ -3,6 +3,7 @@
 
 #include <lockstep/world.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,6 +16,15 @@ struct NamedTensor;
 // does, as rank 0 and as the first other rank have it.
 void check_same_lines(const World& world, const std::vector<std::string>& lines,
                       const std::string& what);
+
+// A tensor whose bytes are not the same on all ranks.
+struct Difference {
+  std::size_t index = 0;
+  std::vector<std::int64_t> ranks = {};  // that have not what rank 0 has
+};
+// Collective, with the same answer on all ranks.
+std::vector<Difference> find_differences(const World& world,
+                                         const std::vector<NamedTensor>& tensors);
 
 // Collective. Throws MismatchError on all ranks if the bytes of the tensors differ between ranks:
 // it names the first tensor, and the ranks.

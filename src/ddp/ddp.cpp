@@ -161,4 +161,12 @@ bool DistributedDataParallel::must_stop() const { return reducer_->must_stop(); 
 
 DdpStats DistributedDataParallel::stats() const { return reducer_->stats(); }
 
+HookState DistributedDataParallel::hook_state() const { return reducer_->hook_state(); }
+void DistributedDataParallel::check_hook_state(const HookState& state) const {
+  reducer_->check_hook_state(state);
+}
+void DistributedDataParallel::load_hook_state(const HookState& state) {
+  reducer_->load_hook_state(state);
+}
+
 }  // namespace lockstep

@@ -5,6 +5,7 @@
 #include <lockstep/world.h>
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "ddp/bucket.h"
@@ -25,11 +26,20 @@ class ReadyOrder {
 
   // An order to be used from the next backward on, once; empty: none.
   const std::vector<std::size_t>& next() const { return next_; }
-  void is_used() { next_.clear(); }
+  void is_used() { used_ = std::exchange(next_, {}); }
+
+  // The order that this rank is at, or about to use: with it, a resumed run has the same buckets.
+  const std::vector<std::size_t>& latest() const { return next_.empty() ? used_ : next_; }
+  void restore(std::vector<std::size_t> order) {
+    next_ = std::move(order);
+    ready_ = {};
+    is_agreed_ = true;
+  }
 
  private:
   std::vector<std::size_t> ready_;
   std::vector<std::size_t> next_;
+  std::vector<std::size_t> used_;
   bool is_agreed_ = false;
 };
 

@@ -3,7 +3,6 @@
 #include "ddp/reducer.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/ScopeExit.h>
 #include <c10/util/strides.h>
 #include <lockstep/error.h>
 #include <torch/csrc/autograd/engine.h>
@@ -11,7 +10,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 
 #include "base/log.h"
@@ -87,21 +85,31 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
 
   order_ = ReadyOrder(slots_);
   numbers_.set_num_slots(slots_.size());
+  const auto warning = std::make_shared<GradientHook::Warning>();
+  warning->say = [rank = world_.rank(), name = options_.name] {
+    Log(rank).warning(
+        "backward() of {}: its DistributedDataParallel has gone, so gradients are not averaged and "
+        "ranks drift apart. Keep it as long as the model is trained.",
+        name.empty() ? "a wrapped model" : name);
+  };
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const at::Tensor& parameter = slots_[i].parameter;
     auto before = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
+    GradientHook::remove_expired(before);
     torch::autograd::impl::set_post_acc_grad_hooks(
-        parameter, std::make_unique<GradientHook>(std::move(before), hook_target_,
-                                                  [i](Reducer& self) { self.on_gradient(i); }));
+        parameter,
+        std::make_unique<GradientHook>(
+            std::move(before), hook_target_, [i](Reducer& self) { self.on_gradient(i); }, warning));
   }
 }
 
-// If another hook has replaced ours, leave it in place; ours becomes a no-op.
+// The hooks of parameters that nobody averages any more stay, to warn. If hooks of others are in
+// the way, ours become no-ops.
 Reducer::~Reducer() {
+  hook_target_.reset();
   for (const Slot& slot : slots_) {
-    auto& hook = torch::autograd::impl::post_acc_grad_hooks(slot.parameter);
-    auto* ours = dynamic_cast<GradientHook*>(hook.get());
-    if (ours != nullptr && ours->is_for(hook_target_)) hook = ours->take_before();
+    if (world_.size() > 1 && !GradientHook::is_on(slot.parameter)) continue;
+    GradientHook::remove_expired(torch::autograd::impl::post_acc_grad_hooks(slot.parameter));
   }
 }
 
@@ -442,94 +450,6 @@ void Reducer::backward(const at::Tensor& loss, const at::Tensor& gradient,
   } else {
     finish();
   }
-}
-
-void Reducer::accumulate(int k) {
-  if (k < 1) {
-    throw UsageError({.rank = world_.rank(), .operation = "accumulate"},
-                     text::format("accumulate({}) was asked for.\nGive 1 or more.", k));
-  }
-  const MutexLock lock(mutex_);
-  accumulate_ = k;
-  num_local_ = 0;
-}
-
-void Reducer::discard() {
-  const MutexLock lock(mutex_);
-  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
-  num_local_ = 0;
-}
-
-void Reducer::set_weight(double samples) {
-  if (!(samples >= 0) || std::isinf(samples)) {
-    throw UsageError(
-        {.rank = world_.rank(), .operation = "set_weight"},
-        text::format("set_weight({}) was asked for.\nGive the number of samples.", samples));
-  }
-  const MutexLock lock(mutex_);
-  weight_ = samples;
-}
-
-void Reducer::join(const std::function<void()>& step) {
-  if (world_.size() == 1) return;
-  const MutexLock lock(mutex_);
-  const at::NoGradGuard no_grad;
-  if (step_.phase != Phase::kIdle) abandon();
-  // Whatever happens, this rank takes part again in what comes after.
-  const auto leave = c10::make_scope_exit(
-      [this]() LOCKSTEP_REQUIRES(mutex_) { is_joined_ = needs_state_ = false; });
-  needs_state_ = !step;
-  // Gradients that were added up locally are not lost: the first round takes them along.
-  is_joined_ = num_local_ == 0;
-  do {
-    if (is_joined_) {
-      for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
-      weight_ = 0;
-    }
-    begin_step(Phase::kSynchronised);
-    finish();
-    if (numbers_.num_active() > 0 && step) {
-      const at::AutoGradMode grad_mode(true);
-      step();
-    }
-    is_joined_ = true;
-  } while (numbers_.num_active() > 0 && !must_stop_);
-  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
-}
-
-void Reducer::check_replicas() {
-  if (world_.size() == 1) return;
-  const MutexLock lock(mutex_);
-  check_same_tensors(world_, state(), stats_.steps());
-}
-
-int Reducer::num_pending() const {
-  const MutexLock lock(mutex_);
-  return num_local_;
-}
-
-void Reducer::stop_when(std::function<bool()> is_asked) {
-  const MutexLock lock(mutex_);
-  is_asked_to_stop_ = std::move(is_asked);
-}
-
-bool Reducer::must_stop() const {
-  const MutexLock lock(mutex_);
-  return is_alone() ? is_asked_to_stop_ && is_asked_to_stop_() : must_stop_;
-}
-
-void Reducer::take_settings_from(Reducer& before) {
-  const MutexLock lock(mutex_);
-  const MutexLock other(before.mutex_);
-  accumulate_ = before.accumulate_;
-  is_asked_to_stop_ = before.is_asked_to_stop_;
-  must_stop_ = before.must_stop_;
-  epoch_ = before.epoch_;  // what hooks have kept is of another layout
-}
-
-DdpStats Reducer::stats() const {
-  const MutexLock lock(mutex_);
-  return stats_.get();
 }
 
 }  // namespace lockstep

@@ -43,6 +43,9 @@ class Reducer {
   void stop_when(std::function<bool()> is_asked);
   bool must_stop() const;
   DdpStats stats() const;
+  HookState hook_state() const;
+  void check_hook_state(const HookState& state) const;
+  void load_hook_state(const HookState& state);
   // Of the reducer that this one replaces.
   void take_settings_from(Reducer& before);
 
@@ -93,7 +96,7 @@ class Reducer {
   c10::intrusive_ptr<c10d::Work> start_mean(const at::Tensor& tensor) LOCKSTEP_REQUIRES(mutex_);
   void note_problem(const std::string& problem) LOCKSTEP_REQUIRES(mutex_);
 
-  // finish.cpp: when it has ended.
+  // finish.cpp: when it has ended. (calls.cpp has what programs call between backwards.)
   void post_rest() LOCKSTEP_REQUIRES(mutex_);
   void finish() LOCKSTEP_REQUIRES(mutex_);
   bool is_check_due() const LOCKSTEP_REQUIRES(mutex_);

@@ -189,10 +189,18 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   }
   const double total = std::sqrt(squares);
   if (must_be_finite && !std::isfinite(total)) {
-    throw UsageError({.operation = "clip_grad_norm"},
-                     text::format("The norm of the gradients is {}.\nLower the learning rate, look "
-                                  "for bad samples, or use GradScaler with fp16.",
-                                  total));
+    std::size_t first = 0;
+    while (first + 1 < gradients.size() && at::isfinite(gradients[first]).all().item<bool>()) {
+      ++first;
+    }
+    throw UsageError(
+        {.operation = "clip_grad_norm"},
+        text::format(
+            "The norm of the gradients is {}: of {} of them, the first that is not finite "
+            "is number {}, of shape {}.\nLower the learning rate, look for bad samples, or "
+            "use GradScaler with fp16. finite_mean(loss, world) names the rank that they "
+            "come from.",
+            total, gradients.size(), first, c10::str(gradients[first].sizes())));
   }
   // As Python's: a little less than max_norm, so that rounding does not exceed it.
   const double scale = max_norm / (total + 1e-6);

@@ -1,5 +1,9 @@
 #include <lockstep/error.h>
 #include <lockstep/optim.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +23,37 @@ void check_steps(const char* curve, std::int64_t steps) {
 // From `from` at 0 to `to` at 1, along half a cosine.
 double ease(double from, double to, double part) {
   return to + (from - to) * (1 + std::cos(std::numbers::pi * part)) / 2;
+}
+
+// From `first` to `middle` in the part `rising` of the steps, then to `last`.
+Curve cycle(std::int64_t steps, double rising, double first, double middle, double last) {
+  const double peak = rising * static_cast<double>(steps) - 1;
+  const double end = static_cast<double>(steps) - 1;
+  return [=](std::int64_t step) {
+    const auto at = static_cast<double>(std::min(step, steps - 1));
+    if (at <= peak) return peak > 0 ? ease(first, middle, at / peak) : middle;
+    return end > peak ? ease(middle, last, (at - peak) / (end - peak)) : last;
+  };
+}
+
+void set_momentum(torch::optim::OptimizerOptions& options, double momentum) {
+  const auto set_beta1 = [&](auto* of_adam) {
+    of_adam->betas({momentum, std::get<1>(of_adam->betas())});
+  };
+  if (auto* const sgd = dynamic_cast<torch::optim::SGDOptions*>(&options)) {
+    sgd->momentum(momentum);
+  } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropOptions*>(&options)) {
+    rmsprop->momentum(momentum);
+  } else if (auto* const adam = dynamic_cast<torch::optim::AdamOptions*>(&options)) {
+    set_beta1(adam);
+  } else if (auto* const adamw = dynamic_cast<torch::optim::AdamWOptions*>(&options)) {
+    set_beta1(adamw);
+  } else {
+    throw UsageError(
+        {.operation = "Schedule"},
+        "This optimizer has no momentum to schedule.\nUse SGD, RMSprop, Adam or AdamW, "
+        "or leave the third argument out.");
+  }
 }
 
 }  // namespace
@@ -48,13 +83,12 @@ Curve stairs(std::int64_t steps, double gamma) {
 
 Curve one_cycle(std::int64_t steps, const OneCycle& options) {
   check_steps("one_cycle", steps);
-  const double peak = options.rising * static_cast<double>(steps) - 1;
-  const double end = static_cast<double>(steps) - 1;
-  return [=](std::int64_t step) {
-    const auto at = static_cast<double>(std::min(step, steps - 1));
-    if (at <= peak) return peak > 0 ? ease(options.first, 1, at / peak) : 1.0;
-    return end > peak ? ease(1, options.last, (at - peak) / (end - peak)) : options.last;
-  };
+  return cycle(steps, options.rising, options.first, 1, options.last);
+}
+
+Curve one_cycle_momentum(std::int64_t steps, const OneCycleMomentum& options) {
+  check_steps("one_cycle_momentum", steps);
+  return cycle(steps, options.rising, options.high, options.low, options.high);
 }
 
 Curve warm_up(std::int64_t steps, Curve then) {
@@ -67,8 +101,8 @@ Curve warm_up(std::int64_t steps, Curve then) {
 
 double scaled_lr(double base, const World& world) { return base * world.size(); }
 
-Schedule::Schedule(torch::optim::Optimizer& optimizer, Curve curve)
-    : optimizer_(optimizer), curve_(std::move(curve)) {
+Schedule::Schedule(torch::optim::Optimizer& optimizer, Curve curve, Curve momentum)
+    : optimizer_(optimizer), curve_(std::move(curve)), momentum_(std::move(momentum)) {
   for (const auto& group : optimizer.param_groups()) base_lrs_.push_back(group.options().get_lr());
   apply();
 }
@@ -100,7 +134,9 @@ void Schedule::load_state(const State& state) {
 void Schedule::apply() {
   const double factor = curve_(steps_);
   for (std::size_t i = 0; i < base_lrs_.size(); ++i) {
-    optimizer_.param_groups()[i].options().set_lr(base_lrs_[i] * factor);
+    torch::optim::OptimizerOptions& options = optimizer_.param_groups()[i].options();
+    options.set_lr(base_lrs_[i] * factor);
+    if (momentum_) set_momentum(options, momentum_(steps_));
   }
 }
 

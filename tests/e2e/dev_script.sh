@@ -35,3 +35,13 @@ expect "ready" "${setup[@]}"
 # ./dev build installs nothing, and says what is missing.
 printf '#!/bin/sh\nexit 1\n' >"$work/bin/dpkg-query"
 refuse "Run ./dev setup once" env -u LOCKSTEP_TORCH PATH="$work/bin:$PATH" "$work/clone/dev" build
+
+# The docs' tables: every name is known, and rows replace what was there.
+cp docs/benchmarks.md docs/scaling.md README.md "$work"
+echo '{"bench": "gpt", "what": "ms per step, median", "lockstep": 120, "python": 180, "ratio": 1.5}' >"$work/rows"
+python3 bench/tables.py "$work/rows" "$work"/*.md
+grep -qF '| median | 120 | 180 | 1.50 x |' "$work/benchmarks.md" || die "the row is not in its table"
+[ "$(grep -c '^<!-- end -->$' "$work/benchmarks.md")" -eq "$(grep -c '^<!-- end -->$' docs/benchmarks.md)" ] || die "a table is gone"
+echo '<!-- bench nothing -->
+<!-- end -->' >"$work/other.md"
+refuse "there is no table 'nothing'" python3 bench/tables.py "$work/rows" "$work/other.md"

@@ -53,26 +53,29 @@ def optimizer_cases():
 
 
 def schedule_cases():
-    def run(make, steps=40):
+    def run(make, steps=40, value="lr"):
         optimizer = torch.optim.SGD([torch.zeros(1).requires_grad_()], lr=0.5)
         schedule = make(optimizer)
         values = []
         for _ in range(steps):
-            values.append(optimizer.param_groups[0]["lr"])
+            values.append(optimizer.param_groups[0][value])
             optimizer.step()
             schedule.step()
         return values
 
-    return {
+    cycle = lambda o: schedulers.OneCycleLR(o, max_lr=0.5, total_steps=41)
+    return run(cycle, value="momentum"), {
         "linear": run(lambda o: schedulers.LinearLR(o, start_factor=1, end_factor=0.1, total_iters=30)),
         "cosine": run(lambda o: schedulers.CosineAnnealingLR(o, T_max=40, eta_min=0.05)),
         "stairs": run(lambda o: schedulers.StepLR(o, step_size=7, gamma=0.3)),
-        "one_cycle": run(lambda o: schedulers.OneCycleLR(o, max_lr=0.5, total_steps=41)),
+        "one_cycle": run(cycle),
         "warm_up": run(lambda o: schedulers.SequentialLR(o, [
             schedulers.LinearLR(o, start_factor=0.1, end_factor=1, total_iters=9),
             schedulers.CosineAnnealingLR(o, T_max=30)], milestones=[10])),
     }
 
 
+momentum, schedules = schedule_cases()
 print(json.dumps({"torch": torch.__version__.split("+")[0], "samplers": list(sampler_cases()),
-                  "optimizers": list(optimizer_cases()), "schedules": schedule_cases()}))
+                  "optimizers": list(optimizer_cases()), "schedules": schedules,
+                  "one_cycle_momentum": momentum}))

@@ -1,10 +1,11 @@
 // Checkpoints when something fails: the disk, a rank, the whole job.
 //
-// write(2), fsync(2) and rename(2) of lockstep's own code are these here (--wrap of the linker),
-// and fail when a test says so.
+// write(2), fsync(2), flock(2) and rename(2) of lockstep's own code are these here (--wrap of the
+// linker), and fail when a test says so.
 
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/rmsprop.h>
@@ -42,10 +43,18 @@ extern "C" {
 ssize_t __real_write(int fd, const void* bytes, std::size_t size);
 int __real_fsync(int fd);
 int __real_rename(const char* from, const char* to);
+int __real_flock(int fd, int operation);
 ssize_t __wrap_write(int fd, const void* bytes, std::size_t size) {
   return fd > 2 && fails("write") ? -1 : __real_write(fd, bytes, size);
 }
-int __wrap_fsync(int fd) { return fails("fsync") ? -1 : __real_fsync(fd); }
+int __wrap_fsync(int fd) {
+  struct stat status {};
+  const bool is_folder = ::fstat(fd, &status) == 0 && S_ISDIR(status.st_mode);
+  return fails("fsync") || (is_folder && fails("fsync of a folder")) ? -1 : __real_fsync(fd);
+}
+int __wrap_flock(int fd, int operation) {
+  return fails("flock") ? -1 : __real_flock(fd, operation);
+}
 int __wrap_rename(const char* from, const char* to) {
   return fails("rename") ? -1 : __real_rename(from, to);
 }
@@ -125,6 +134,31 @@ TEST(DiskFaults, AreReportedOnAllRanksAndLoseNothing) {
   };
   EXPECT_TRUE(all_passed(run_ranks(
       2, body, {.deadline = std::chrono::seconds(150), .variables = folder.variables()})));
+}
+
+// File systems that can less: they are warned of, and used.
+TEST(DiskFaults, AFileSystemWithoutLocksOrSyncsOfFoldersIsUsable) {
+  for (const auto& [call, error, words] :
+       {std::tuple{"fsync of a folder", EINVAL, "cannot fsync a folder"},
+        std::tuple{"flock", ENOSYS, "has no locks"}, std::tuple{"flock", ENOLCK, "has no locks"}}) {
+    const TempFolder folder(kFolder);
+    fault.call = call;
+    fault.error = error;
+    fault.left = 0;
+    testing::internal::CaptureStderr();
+    const World world = World::join();
+    Training run(world);
+    Checkpointer checkpoints(folder.path(), world);
+    run.add_to(checkpoints);
+    run.step();
+    checkpoints.save(1);
+    EXPECT_EQ(checkpoints.load_latest().step, 1);
+    fault.call = "";
+    const std::string text = testing::internal::GetCapturedStderr();
+    const std::size_t first = text.find(words);
+    ASSERT_NE(first, std::string::npos) << text;
+    EXPECT_EQ(text.find(words, first + 1), std::string::npos) << text;
+  }
 }
 
 // A rank is killed at a random moment while checkpoints are saved one after the other. The newest

@@ -56,11 +56,11 @@ TORCH_MODULE(DropNet);
 
 struct Training {
   explicit Training(const World& its_world, const std::string& optimizer_name = "AdamW",
-                    std::size_t batch_size = 4, int accumulated = 2)
+                    std::size_t batch_size = 4, int accumulated = 2, const DdpOptions& options = {})
       : world(its_world), num_accumulated(accumulated) {
     seed_all(7, world);
     model = DropNet();
-    ddp.emplace(model, world);
+    ddp.emplace(model, world, options);
     ddp->accumulate(num_accumulated);
     if (optimizer_name == "AdamW") {
       optimizer = std::make_unique<optim::AdamW>(model->parameters(),

@@ -154,6 +154,121 @@ INSTANTIATE_TEST_SUITE_P(All, ExactResume,
                                          std::tuple{"RMSprop", false, Writers::kEachRank},
                                          std::tuple{"Adagrad", false, Writers::kEachRank}));
 
+// Hooks that keep what they did not send: each rank its own, in buckets laid out by what the first
+// step has shown.
+TEST(Resume, CommHooksGoOnExactly) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join();
+    const std::vector<std::function<std::shared_ptr<CommHook>()>> hooks = {
+        [] { return power_sgd_hook({.start_step = 2, .min_compression = 1}); },
+        [] { return top_k_hook({.fraction = 0.1}); }};
+    for (std::size_t i = 0; i < hooks.size(); ++i) {
+      // After one step the order of buckets is new and not yet used; after four it is settled.
+      for (const int saved : {1, 4}) {
+        const std::string path = text::format("{}/{}-{}", folder.path(), i, saved);
+        const auto make = [&] {
+          return Training(world, "SGD", 4, 1,
+                          {.bucket_bytes = 256, .first_bucket_bytes = 64, .hook = hooks[i]()});
+        };
+        Training whole = make();
+        for (int step = 0; step < 9; ++step) whole.step();
+        Training first = make();
+        Checkpointer saving(path, world);
+        first.add_to(saving);
+        for (int step = 0; step < saved; ++step) first.step();
+        saving.save_async(saved);
+        first.step();  // must not be in it
+        saving.wait();
+        EXPECT_TRUE(
+            fs::exists(text::format("{}/0-step-{}/rank-{}-of-2.safetensors", path, saved, rank)));
+
+        Training second = make();
+        Checkpointer loading(path + "-loading", world);
+        second.add_to(loading);
+        loading.load(text::format("{}/0-step-{}", path, saved));
+        for (int step = saved; step < 9; ++step) second.step();
+        EXPECT_TRUE(is_equal(whole.state(), second.state())) << i << " " << saved;
+      }
+    }
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
+// Two ranks' leftovers become their mean on three; a program without the hook is told.
+TEST(Resume, CommHooksGoOnAtAnotherWorldSize) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World all = World::join();
+    const auto make = [](const World& world) {
+      return Training(world, "SGD", 4, 1, {.hook = top_k_hook({.fraction = 0.1})});
+    };
+    if (rank < 2) {
+      const World two =
+          World::join({.rank = rank,
+                       .size = 2,
+                       .store = c10::make_intrusive<c10d::PrefixStore>("two", all.store())});
+      Training run = make(two);
+      Checkpointer checkpoints(folder.path(), two);
+      run.add_to(checkpoints);
+      for (int step = 0; step < 3; ++step) run.step();
+      checkpoints.save(3);
+      save_tensors(text::format("{}/left-{}", folder.path(), rank),
+                   {{"left", run.ddp->hook_state().at("hook.0")}});
+    }
+    all.barrier();
+    Training run = make(all);
+    Checkpointer checkpoints(folder.path(), all);
+    run.add_to(checkpoints);
+    EXPECT_EQ(checkpoints.load_latest().step, 3);
+    const at::Tensor sum = load_tensors(folder.path() + "/left-0").front().tensor +
+                           load_tensors(folder.path() + "/left-1").front().tensor;
+    EXPECT_TRUE(at::equal(run.ddp->hook_state().at("hook.0"), sum / 2));
+    run.step();
+    run.ddp->check_replicas();
+
+    Training other(all, "SGD", 4, 1);
+    Checkpointer without(folder.path() + "/other", all);
+    other.add_to(without);
+    const auto before = other.state();
+    const std::string path = folder.path() + "/0-step-3";
+    expect_error<UsageError>([&] { without.load(path); }, {"comm hook", "this model has no hook"});
+    EXPECT_TRUE(is_equal(before, other.state()));
+    const Loaded loaded = without.load(path, {.strict = false});
+    EXPECT_EQ(loaded.differences, std::vector<std::string>{"left out: the state of comm hooks"});
+    other.step();
+    other.ddp->check_replicas();
+  };
+  EXPECT_TRUE(all_passed(run_ranks(3, body, {.variables = folder.variables()})));
+}
+
+// Each rank writes a part: were they not the same, the file would be nobody's model.
+TEST(Checkpoint, RanksThatHaveDriftedAreNotMixed) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join();
+    Training run(world);
+    Checkpointer checkpoints(folder.path(), world);
+    run.add_to(checkpoints);
+    run.step();
+    const at::NoGradGuard no_grad;
+    run.model->norm->running_mean.fill_(rank + 5);  // a rank's own data: rank 0's is taken
+    checkpoints.save(1);
+    run.model->norm->running_mean.zero_();
+    checkpoints.load_latest();
+    EXPECT_TRUE(at::equal(run.model->norm->running_mean, at::full({16}, 5.0)));
+
+    if (rank == 1) run.model->last->bias[1] += 1;
+    expect_error<MismatchError>([&] { checkpoints.save(2); },
+                                {"model.last.bias is not the same on rank 0 and on rank 1"});
+    EXPECT_EQ(checkpoints_in(folder.path()), std::vector<std::string>{"0-step-1"});
+    if (rank == 1) run.model->last->bias[1] -= 1;
+    world.broadcast(run.model->last->bias, 0);
+    checkpoints.save(3);
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
 // Two ranks with batches of 4, then one with batches of 8: the same samples in each step, none
 // lost, none twice.
 TEST(Resume, AtAnotherWorldSizeTakesTheSameSteps) {

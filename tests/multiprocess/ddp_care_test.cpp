@@ -41,6 +41,33 @@ void backward(Net& model, const World& world, int step = 0) {
   loss_of(model->forward(batch(world.rank(), step))).backward();
 }
 
+// The wrapper's scope ends before training does: ranks would drift apart without a word.
+TEST(DdpLife, AModelThatIsTrainedWithoutItsWrapperIsToldOnce) {
+  const auto results = run_ranks(2, [](int) {
+    const World world = World::join();
+    Net model;
+    {
+      const DistributedDataParallel ddp(model, world, {.name = "actor"});
+      backward(model, world);
+    }
+    std::cerr << "gone" << std::endl;
+    for (int step = 0; step < 3; ++step) backward(model, world, step);
+    DistributedDataParallel ddp(model, world, {.name = "critic"});
+    backward(model, world);
+    ddp.rewrap();
+    backward(model, world);
+    std::cerr << "end" << std::endl;
+  });
+  EXPECT_TRUE(all_passed(results));
+  for (const RankResult& result : results) {
+    const std::string& text = result.output;
+    const std::size_t warning = text.find("backward() of actor: its DistributedDataParallel has");
+    ASSERT_NE(warning, std::string::npos) << text;
+    EXPECT_LT(text.find("gone"), warning) << text;
+    EXPECT_EQ(text.find("has gone", warning + 80), std::string::npos) << text;
+  }
+}
+
 // A rank that counts for nothing gives nothing, whatever its gradients are.
 TEST(DdpWeight, ZeroMeansZero) {
   run(2, [](const World& world) {

@@ -25,6 +25,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <sstream>
 #include <utility>
 
 #include "base/text.h"
@@ -50,6 +51,10 @@ struct BucketState {
   std::vector<std::size_t> whole;  // slots of the other gradients
   Random random;                   // for right factors to begin with
 };
+
+at::ScalarType type_of_factors(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 // The vectors of all matrices, one behind the other in `packed`; `parts` has a view for each.
 struct Factors {
@@ -82,8 +87,7 @@ class Journey {
         state_(std::move(state)),
         random_(state_->random),
         comm_(comm) {
-    const auto options_of_factors =
-        bucket_.flat.options().dtype(state_->type == at::kDouble ? at::kDouble : at::kFloat);
+    const auto options_of_factors = bucket_.flat.options().dtype(type_of_factors(state_->type));
     left_ = make_factors(*state_, options_.rank, &Matrix::num_rows, options_of_factors);
     right_ = make_factors(*state_, options_.rank, &Matrix::num_columns, options_of_factors);
     for (std::size_t i = 0; i < state_->matrices.size(); ++i) {
@@ -227,7 +231,37 @@ class PowerSgdHook : public CommHook {
     return start_bucket(std::move(bucket), comm);
   }
 
+  HookState state() const override {
+    if (num_steps_ == 0) return {};
+    HookState all = loaded_;
+    all[kNumSteps] = at::scalar_tensor(num_steps_, at::kLong);
+    for (const auto& [index, state] : states_) {
+      std::ostringstream random;
+      random << state->random;
+      std::string text = random.str();
+      const auto length = static_cast<std::int64_t>(text.size());
+      all[text::format("{}.random", index)] =
+          at::from_blob(text.data(), {length}, at::TensorOptions(at::kByte)).clone();
+      for (const Matrix& matrix : state->matrices) {
+        const std::string name = text::format("{}.{}", index, matrix.slot);
+        if (matrix.right.defined()) all[name + ".right"] = matrix.right;
+        if (matrix.memory.defined()) all[name + ".memory"] = matrix.memory;
+      }
+    }
+    return all;
+  }
+
+  void load_state(const HookState& state, int epoch) override {
+    states_.clear();
+    epoch_ = epoch;
+    loaded_ = state;
+    const auto num_steps = loaded_.extract(kNumSteps);
+    num_steps_ = num_steps.empty() ? 0 : num_steps.mapped().item<std::int64_t>();
+  }
+
  private:
+  static constexpr const char* kNumSteps = "num_steps";
+
   std::function<void()> start_bucket(GradBucket bucket, HookComm& comm) {
     if (is_before_start_ || bucket.flat.is_complex()) return start_mean(bucket.flat, comm);
     if (!bucket.flat.is_cpu()) {
@@ -247,7 +281,10 @@ class PowerSgdHook : public CommHook {
   }
 
   std::shared_ptr<BucketState> state_of(const GradBucket& bucket) {
-    if (bucket.epoch != epoch_) states_.clear();
+    if (bucket.epoch != epoch_) {
+      states_.clear();
+      loaded_.clear();
+    }
     epoch_ = bucket.epoch;
     std::vector<std::vector<std::int64_t>> sizes;
     for (const at::Tensor& gradient : bucket.gradients) sizes.push_back(gradient.sizes().vec());
@@ -265,8 +302,31 @@ class PowerSgdHook : public CommHook {
           state->whole.push_back(slot);
         }
       }
+      take_loaded(bucket, *state);
     }
     return state;
+  }
+
+  // What load_state() brought for this bucket. What does not fit is of other options: left out.
+  void take_loaded(const GradBucket& bucket, BucketState& state) {
+    const auto take = [&](const std::string& name, const std::vector<std::int64_t>& sizes) {
+      auto node = loaded_.extract(name);
+      const bool fits = !node.empty() && node.mapped().sizes() == at::IntArrayRef(sizes) &&
+                        node.mapped().scalar_type() == type_of_factors(state.type);
+      return fits ? node.mapped().to(bucket.flat.device()) : at::Tensor();
+    };
+    const auto random = loaded_.extract(text::format("{}.random", bucket.index));
+    if (!random.empty()) {
+      const at::Tensor bytes = random.mapped().contiguous();
+      std::istringstream(
+          std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes())) >>
+          state.random;
+    }
+    for (Matrix& matrix : state.matrices) {
+      const std::string name = text::format("{}.{}", bucket.index, matrix.slot);
+      matrix.right = take(name + ".right", {options_.rank, matrix.num_columns});
+      matrix.memory = take(name + ".memory", {matrix.num_rows, matrix.num_columns});
+    }
   }
 
   std::optional<Matrix> as_matrix(std::size_t slot, const at::Tensor& gradient) const {
@@ -291,6 +351,7 @@ class PowerSgdHook : public CommHook {
   bool is_before_start_ = false;  // this step
   int epoch_ = 0;
   std::map<int, std::shared_ptr<BucketState>> states_;  // by bucket
+  HookState loaded_;                                    // of buckets that have not come since then
 };
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <lockstep/error.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <map>
 #include <utility>
@@ -80,7 +81,7 @@ class TopKHook : public CommHook {
     const std::shared_ptr<at::Tensor> memory = memory_of(bucket, num_elements, wide);
     at::Tensor total = flat.to(wide);
     if (memory->defined()) {
-      total = total + *memory;
+      total = total + memory->to(flat.device());
     } else if (options_.error_feedback && total.is_same(flat)) {
       total = total.clone();  // becomes what is left over
     }
@@ -112,6 +113,22 @@ class TopKHook : public CommHook {
       if (!sum.is_same(flat)) flat.copy_(sum);
       if (keeps && is_finite) *memory = left_over;
     };
+  }
+
+  HookState state() const override {
+    HookState all;
+    for (const auto& [index, memory] : memories_) {
+      if (memory->defined()) all[std::to_string(index)] = *memory;
+    }
+    return all;
+  }
+
+  void load_state(const HookState& state, int epoch) override {
+    memories_.clear();
+    epoch_ = epoch;
+    for (const auto& [index, memory] : state) {
+      memories_[std::atoi(index.c_str())] = std::make_shared<at::Tensor>(memory);
+    }
   }
 
  private:

@@ -1,7 +1,9 @@
 #include "archive/folder.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <lockstep/error.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,6 +11,8 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "base/json.h"
+#include "base/posix.h"
 #include "launch/inspect.h"
 
 namespace lockstep {
@@ -151,6 +155,34 @@ TEST_F(Folder, TwoRunsDoNotShareIt) {
               std::string::npos);
   }
   EXPECT_THROW(CheckpointFolder("/proc/nothing"), SystemError);
+}
+
+// NFS may keep the lock of a host that is gone.
+TEST_F(Folder, ALockSaysWhoseItIsAndOneFromBeforeARestartIsReplaced) {
+  const std::string file = path_ + "/.lock";
+  const auto locked = [&](const std::string& host, const std::string& boot) {
+    fs::remove(file);
+    std::ofstream(file) << Json{{"host", host}, {"boot", boot}, {"pid", 77}};
+    Fd held(::open(file.c_str(), O_RDWR));
+    EXPECT_EQ(::flock(held.get(), LOCK_EX | LOCK_NB), 0);
+    return held;
+  };
+  {
+    const Fd held = locked("far", "before");
+    try {
+      const CheckpointFolder folder(path_);
+      ADD_FAILURE();
+    } catch (const UsageError& error) {
+      const std::string text = error.what();
+      EXPECT_NE(text.find("process 77 of host far"), std::string::npos) << text;
+      EXPECT_NE(text.find("remove " + file), std::string::npos) << text;
+    }
+  }
+  const Fd held = locked(host_name(), "before");
+  const CheckpointFolder folder(path_);
+  EXPECT_THROW(CheckpointFolder{path_}, UsageError);
+  commit(folder, 0, 7);
+  EXPECT_EQ(list_checkpoints(path_).size(), 1U);
 }
 
 TEST_F(Folder, InspectSaysWhatIsThere) {

@@ -271,6 +271,30 @@ TEST(Loader, ResumesAfterWhatWasHandedOut) {
   EXPECT_EQ(second.state().consumed, 50);
 }
 
+// Threads that draw ahead for an epoch that was left do not touch the one that is set.
+TEST(Loader, AnEpochThatIsSetAfterABreakIsTheNextOne) {
+  for (int round = 0; round < 10; ++round) {
+    DistributedSampler sampler(100, 0, 1);
+    Loader loader(std::make_shared<Numbers>(100), sampler,
+                  {.batch_size = 3, .threads = 3, .ahead = 5});
+    for (const Batch& batch : loader) {
+      if (batch.indices.size() == 3) break;
+    }
+    sampler.set_epoch(7);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::vector<std::size_t> first;
+    for (const Batch& batch : loader) {
+      if (first.empty()) sampler.set_epoch(9);  // does not disturb the one that has begun
+      first.insert(first.end(), batch.indices.begin(), batch.indices.end());
+    }
+    EXPECT_EQ(loader.state().epoch, 9);
+    DistributedSampler expected(100, 0, 1);
+    expected.set_epoch(7);
+    EXPECT_EQ(first, *expected.next(100)) << round;
+    EXPECT_EQ(loader.next()->indices, (expected.set_epoch(9), *expected.next(3)));
+  }
+}
+
 TEST(Loader, MayBeLeftInTheMiddle) {
   for (int round = 0; round < 20; ++round) {
     Loader loader(std::make_shared<Numbers>(100), DistributedSampler(100, 0, 1),

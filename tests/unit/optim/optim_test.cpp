@@ -3,6 +3,7 @@
 #include <lockstep/error.h>
 #include <lockstep/optim.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adagrad.h>
 #include <torch/serialize.h>
 
 #include <sstream>
@@ -218,7 +219,13 @@ TEST(ClipGradNorm, IsLibTorchs) {
   EXPECT_TRUE(std::isinf(optim::clip_grad_norm(parameters, 1)));
   draw_gradients(parameters);
   at::Tensor(parameters[0]).mutable_grad()[0][0] = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_THROW(optim::clip_grad_norm(parameters, 1, true), UsageError);
+  try {
+    optim::clip_grad_norm(parameters, 1, true);
+    ADD_FAILURE();
+  } catch (const UsageError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("not finite is number 0, of shape ["), std::string::npos) << text;
+  }
 }
 
 TEST(Schedule, GoesAsPythons) {
@@ -240,6 +247,27 @@ TEST(Schedule, GoesAsPythons) {
       schedule.step();
     }
   }
+}
+
+TEST(Schedule, MovesTheMomentumAsPythons) {
+  const auto golden = test::read_golden("kit_golden.json").at("one_cycle_momentum");
+  optim::SGD sgd(make_parameters(), torch::optim::SGDOptions(0.5));
+  optim::AdamW adamw(make_parameters(), torch::optim::AdamWOptions(0.5));
+  const auto momentum = optim::one_cycle_momentum(41);
+  optim::Schedule first(sgd, optim::one_cycle(41), momentum);
+  optim::Schedule second(adamw, optim::one_cycle(41), momentum);
+  for (const double expected : golden) {
+    EXPECT_NEAR(static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[0].options()).momentum(),
+                expected, 1e-9);
+    const auto betas =
+        static_cast<torch::optim::AdamWOptions&>(adamw.param_groups()[0].options()).betas();
+    EXPECT_NEAR(std::get<0>(betas), expected, 1e-9);
+    EXPECT_EQ(std::get<1>(betas), 0.999);
+    first.step();
+    second.step();
+  }
+  torch::optim::Adagrad adagrad(make_parameters(), torch::optim::AdagradOptions(0.5));
+  EXPECT_THROW(optim::Schedule(adagrad, optim::one_cycle(41), momentum), UsageError);
 }
 
 TEST(Schedule, KeepsItsStateAndGoesOnBeyondItsEnd) {

@@ -1,0 +1,26 @@
+// What a rank keeps for itself: the state of its comm hooks. Each rank has a file of it, beside
+// those of the tensors that all ranks have alike.
+#pragma once
+
+#include <lockstep/ddp.h>
+
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// "rank-0-of-2.safetensors"
+std::string own_file(int rank, int size);
+bool is_own_file(const std::string& name);
+
+// What this rank has to save.
+std::vector<NamedTensor> own_tensors(const std::vector<DistributedDataParallel*>& ddps, int rank);
+
+// What it has to load, for each wrapped model: its own file, if the checkpoint was made by as many
+// ranks as there are now, else the mean of all. Nothing is changed yet.
+// Throws: SystemError, UsageError if a file is not there, or of another model.
+std::vector<HookState> read_own_tensors(const std::string& checkpoint, int saved_size, int rank,
+                                        int size,
+                                        const std::vector<DistributedDataParallel*>& ddps);
+
+}  // namespace lockstep

@@ -1,0 +1,169 @@
+// The reducer between backwards: what a program sets and asks.
+
+#include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+
+#include "base/text.h"
+#include "ddp/agreement.h"
+#include "ddp/reducer.h"
+
+namespace lockstep {
+namespace {
+
+// Names in hook_state(): the order of slots in the buckets, whether they are laid out so, and, with
+// this before them, the hook's own.
+constexpr const char* kOrder = "order";
+constexpr const char* kIsLaidOut = "is_laid_out";
+constexpr std::string_view kOfHook = "hook.";
+
+}  // namespace
+
+void Reducer::accumulate(int k) {
+  if (k < 1) {
+    throw UsageError({.rank = world_.rank(), .operation = "accumulate"},
+                     text::format("accumulate({}) was asked for.\nGive 1 or more.", k));
+  }
+  const MutexLock lock(mutex_);
+  accumulate_ = k;
+  num_local_ = 0;
+}
+
+void Reducer::discard() {
+  const MutexLock lock(mutex_);
+  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+  num_local_ = 0;
+}
+
+void Reducer::set_weight(double samples) {
+  if (!(samples >= 0) || std::isinf(samples)) {
+    throw UsageError(
+        {.rank = world_.rank(), .operation = "set_weight"},
+        text::format("set_weight({}) was asked for.\nGive the number of samples.", samples));
+  }
+  const MutexLock lock(mutex_);
+  weight_ = samples;
+}
+
+void Reducer::join(const std::function<void()>& step) {
+  if (world_.size() == 1) return;
+  const MutexLock lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (step_.phase != Phase::kIdle) abandon();
+  // Whatever happens, this rank takes part again in what comes after.
+  const auto leave = c10::make_scope_exit(
+      [this]() LOCKSTEP_REQUIRES(mutex_) { is_joined_ = needs_state_ = false; });
+  needs_state_ = !step;
+  // Gradients that were added up locally are not lost: the first round takes them along.
+  is_joined_ = num_local_ == 0;
+  do {
+    if (is_joined_) {
+      for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+      weight_ = 0;
+    }
+    begin_step(Phase::kSynchronised);
+    finish();
+    if (numbers_.num_active() > 0 && step) {
+      const at::AutoGradMode grad_mode(true);
+      step();
+    }
+    is_joined_ = true;
+  } while (numbers_.num_active() > 0 && !must_stop_);
+  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+}
+
+void Reducer::check_replicas() {
+  if (world_.size() == 1) return;
+  const MutexLock lock(mutex_);
+  check_same_tensors(world_, state(), stats_.steps());
+}
+
+int Reducer::num_pending() const {
+  const MutexLock lock(mutex_);
+  return num_local_;
+}
+
+void Reducer::stop_when(std::function<bool()> is_asked) {
+  const MutexLock lock(mutex_);
+  is_asked_to_stop_ = std::move(is_asked);
+}
+
+bool Reducer::must_stop() const {
+  const MutexLock lock(mutex_);
+  return is_alone() ? is_asked_to_stop_ && is_asked_to_stop_() : must_stop_;
+}
+
+void Reducer::take_settings_from(Reducer& before) {
+  const MutexLock lock(mutex_);
+  const MutexLock other(before.mutex_);
+  accumulate_ = before.accumulate_;
+  is_asked_to_stop_ = before.is_asked_to_stop_;
+  must_stop_ = before.must_stop_;
+  epoch_ = before.epoch_;  // what hooks have kept is of another layout
+}
+
+DdpStats Reducer::stats() const {
+  const MutexLock lock(mutex_);
+  return stats_.get();
+}
+
+HookState Reducer::hook_state() const {
+  const MutexLock lock(mutex_);
+  HookState all;
+  if (!options_.hook) return all;
+  for (const auto& [name, tensor] : options_.hook->state()) {
+    all[std::string(kOfHook) + name] = tensor;
+  }
+  if (all.empty()) return all;
+  const std::vector<std::size_t>& order = order_.latest();
+  all[kOrder] = at::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
+  all[kIsLaidOut] = at::scalar_tensor(order_.next().empty(), at::kLong);
+  return all;
+}
+
+void Reducer::check_hook_state(const HookState& state) const {
+  const MutexLock lock(mutex_);
+  const ErrorPlace place{.rank = world_.rank(), .operation = "load_hook_state"};
+  if (!options_.hook) {
+    throw UsageError(place,
+                     "There is the state of a comm hook, and this model has no hook.\nGive "
+                     "DdpOptions::hook, or leave the state out (LoadOptions::strict = false).");
+  }
+  const auto order = state.find(kOrder);
+  bool is_ours = order != state.end() && state.contains(kIsLaidOut) &&
+                 order->second.scalar_type() == at::kLong && order->second.dim() == 1;
+  if (is_ours) {
+    std::vector<std::int64_t> dense;
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      if (!slots_[i].is_sparse) dense.push_back(static_cast<std::int64_t>(i));
+    }
+    is_ours = std::get<0>(order->second.sort()).equal(at::tensor(dense, at::kLong));
+  }
+  if (is_ours) return;
+  throw UsageError(
+      place,
+      "The state of the comm hook is of another model.\nLoad it into the model that it "
+      "was saved with.");
+}
+
+void Reducer::load_hook_state(const HookState& state) {
+  check_hook_state(state);
+  const MutexLock lock(mutex_);
+  const at::Tensor order = state.at(kOrder).contiguous();
+  const auto* const first = order.const_data_ptr<std::int64_t>();
+  order_.restore({first, first + order.numel()});
+  lay_out_buckets();
+  HookState of_hook;
+  for (const auto& [name, tensor] : state) {
+    if (name.starts_with(kOfHook)) of_hook[name.substr(kOfHook.size())] = tensor;
+  }
+  // If a new order was agreed and not yet used, what was kept is void, as it was in that run.
+  const bool is_laid_out = state.at(kIsLaidOut).item<std::int64_t>() != 0;
+  options_.hook->load_state(of_hook, is_laid_out ? epoch_ : epoch_ - 1);
+}
+
+}  // namespace lockstep
