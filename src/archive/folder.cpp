@@ -62,18 +62,20 @@ CheckpointName parse_name(const std::string& text) {
   return name;
 }
 
-// With its parents, which are fsynced.
-void make_folder(const std::string& path) {
-  const fs::path whole = fs::absolute(path);
+// `whole` is an absolute path. Its parents get what the umask allows; all are fsynced.
+void make_folders(const fs::path& whole, mode_t mode) {
   std::error_code error;
   if (fs::is_directory(whole, error)) return;
-  if (whole.has_parent_path() && whole.parent_path() != whole) make_folder(whole.parent_path());
-  if (::mkdir(whole.c_str(), 0777) != 0 && errno != EEXIST) {
-    throw_errno(text::format("cannot make the folder {}", path),
+  if (!whole.has_filename()) return make_folders(whole.parent_path(), mode);  // "runs/"
+  make_folders(whole.parent_path(), 0777);
+  if (::mkdir(whole.c_str(), mode) != 0 && errno != EEXIST) {
+    throw_errno(text::format("cannot make the folder {}", whole.string()),
                 "Give a folder that this user may write to.");
   }
   sync_folder(whole.parent_path());
 }
+
+void make_folder(const std::string& path) { make_folders(fs::absolute(path), 0700); }
 
 std::string random_name(std::string_view prefix) {
   std::random_device random;
@@ -160,7 +162,7 @@ std::string find_damage(const std::string& checkpoint, const Manifest& manifest)
 CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
   make_folder(path_);
   const std::string file = path_ + "/" + kLock;
-  lock_ = Fd(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  lock_ = Fd(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, mode_in(path_, 0666)));
   if (!lock_) throw_errno(text::format("cannot write {}", file), "Check its permissions.");
   if (::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return;
   if (errno != EWOULDBLOCK)
@@ -183,7 +185,7 @@ void CheckpointFolder::remove_orphans() const {
 std::string CheckpointFolder::begin() const {
   // Chance is in the name, so a process of an earlier run that is still there writes elsewhere.
   std::string name = random_name(kUnfinished);
-  if (::mkdir((path_ + "/" + name).c_str(), 0777) != 0) {
+  if (::mkdir((path_ + "/" + name).c_str(), mode_in(path_, 0777)) != 0) {
     throw_errno(text::format("cannot make the folder {}/{}", path_, name),
                 "Check whether the disk is full, and the folder's permissions.");
   }
