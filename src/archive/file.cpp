@@ -24,7 +24,7 @@ constexpr const char* kDiskAdvice = "Check whether the disk is full or failing."
 
 FileWriter::FileWriter(const std::string& folder, const std::string& name)
     : path_(folder + "/" + name),
-      file_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+      file_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode_in(folder, 0666))) {
   if (!file_) {
     throw_errno(text::format("cannot write {}", path_),
                 "Give a folder that this user may write to.");

@@ -65,18 +65,20 @@ CheckpointName parse_name(const std::string& text) {
   return name;
 }
 
-// With its parents, which are fsynced.
-void make_folder(const std::string& path) {
-  const fs::path whole = fs::absolute(path);
+// `whole` is an absolute path. Its parents get what the umask allows; all are fsynced.
+void make_folders(const fs::path& whole, mode_t mode) {
   std::error_code error;
   if (fs::is_directory(whole, error)) return;
-  if (whole.has_parent_path() && whole.parent_path() != whole) make_folder(whole.parent_path());
-  if (::mkdir(whole.c_str(), 0777) != 0 && errno != EEXIST) {
-    throw_errno(text::format("cannot make the folder {}", path),
+  if (!whole.has_filename()) return make_folders(whole.parent_path(), mode);  // "runs/"
+  make_folders(whole.parent_path(), 0777);
+  if (::mkdir(whole.c_str(), mode) != 0 && errno != EEXIST) {
+    throw_errno(text::format("cannot make the folder {}", whole.string()),
                 "Give a folder that this user may write to.");
   }
   sync_folder(whole.parent_path());
 }
+
+void make_folder(const std::string& path) { make_folders(fs::absolute(path), 0700); }
 
 std::string random_name(std::string_view prefix) {
   std::random_device random;
@@ -112,8 +114,8 @@ std::string text_of(const Owner& owner) {
 
 std::string boot_id() { return read_small_file("/proc/sys/kernel/random/boot_id"); }
 
-Fd open_lock(const std::string& file) {
-  Fd lock(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+Fd open_lock(const std::string& folder, const std::string& file) {
+  Fd lock(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, mode_in(folder, 0666)));
   if (!lock) throw_errno(text::format("cannot write {}", file), "Check its permissions.");
   return lock;
 }
@@ -224,7 +226,7 @@ CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
         path_);
   }
   const std::string file = path_ + "/" + kLock;
-  lock_ = open_lock(file);
+  lock_ = open_lock(path_, file);
   if (!try_lock(lock_, file)) {
     const Owner owner = read_owner(lock_);
     if (owner.host != host_name() || owner.boot == boot_id()) {
@@ -237,7 +239,7 @@ CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
     Log(-1).warning("{} is of {}, before this host restarted: it is replaced", file,
                     text_of(owner));
     const std::string fresh = path_ + "/" + random_name(kUnfinished);
-    lock_ = open_lock(fresh);
+    lock_ = open_lock(path_, fresh);
     if (!try_lock(lock_, fresh) || ::rename(fresh.c_str(), file.c_str()) != 0) {
       throw_errno(text::format("cannot replace {}", file), "Use another folder.");
     }
@@ -257,7 +259,7 @@ void CheckpointFolder::remove_orphans() const {
 std::string CheckpointFolder::begin() const {
   // Chance is in the name, so a process of an earlier run that is still there writes elsewhere.
   std::string name = random_name(kUnfinished);
-  if (::mkdir((path_ + "/" + name).c_str(), 0777) != 0) {
+  if (::mkdir((path_ + "/" + name).c_str(), mode_in(path_, 0777)) != 0) {
     throw_errno(text::format("cannot make the folder {}/{}", path_, name),
                 "Check whether the disk is full, and the folder's permissions.");
   }

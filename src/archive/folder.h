@@ -6,6 +6,8 @@
 //   FOLDER/.unfinished-0f3c.../               being written
 //   FOLDER/.lock                              locked by the process that commits
 //
+// A folder that is made here is this user's alone; what is made in one is open to those to whom the
+// folder is (mode_in()).
 // A checkpoint appears under its name by one rename, when all of it is on the disk. Its number says
 // which is the newest: a run that goes on from an older one makes newer ones.
 #pragma once

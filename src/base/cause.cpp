@@ -2,6 +2,7 @@
 
 #include <charconv>
 
+#include "base/blame.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -9,14 +10,18 @@ namespace {
 
 // An exception that was thrown because another rank told a cause keeps it.
 struct Told {
+  explicit Told(Cause told, int rank) : cause(std::move(told)) {
+    if (cause.rank == rank) return;
+    leave_blame(rank, cause.peer >= 0 && cause.peer != rank ? cause.peer : cause.rank);
+  }
   Cause cause;
 };
 
 template <typename Kind>
 struct ToldError final : Kind, Told {
   template <typename... Args>
-  explicit ToldError(Cause told, Args&&... args)
-      : Kind(std::forward<Args>(args)...), Told{std::move(told)} {}
+  explicit ToldError(Cause told, const ErrorPlace& place, Args&&... args)
+      : Kind(place, std::forward<Args>(args)...), Told(std::move(told), place.rank) {}
 };
 
 // Takes the text up to `end`, and `end` itself, off the front of `text`.

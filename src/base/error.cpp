@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include "base/blame.h"
 #include "base/posix.h"
 #include "base/text.h"
 
@@ -30,7 +31,11 @@ Error::Error(ErrorKind kind, ErrorPlace place, std::string message)
     : std::runtime_error(with_heading(place, message)),
       kind_(kind),
       place_(std::move(place)),
-      message_(std::move(message)) {}
+      message_(std::move(message)) {
+  if (place_.rank < 0) return;
+  const bool is_about_peer = kind == ErrorKind::kPeerLost || kind == ErrorKind::kTimeout;
+  leave_blame(place_.rank, is_about_peer ? place_.peer : -1);
+}
 
 void throw_error(ErrorKind kind, ErrorPlace place, std::string message) {
   switch (kind) {

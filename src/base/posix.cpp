@@ -3,14 +3,13 @@
 #include <fcntl.h>
 #include <lockstep/error.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <climits>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 
 #include "base/text.h"
 
@@ -82,9 +81,25 @@ std::string host_name() {
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
 }
 
+mode_t mode_in(const std::string& folder, mode_t mode) {
+  constexpr mode_t kOwner = 0700;
+  struct stat status {};
+  if (::stat(folder.c_str(), &status) != 0) return mode & kOwner;
+  return mode & (status.st_mode | kOwner);
+}
+
 std::string read_small_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  std::string text;
+  std::array<char, 4096> piece{};
+  while (file) {
+    const ssize_t count = ::read(file.get(), piece.data(), piece.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return {};  // as of a process that has ended since it was opened
+    if (count == 0) break;
+    text.append(piece.data(), static_cast<std::size_t>(count));
+  }
+  return text;
 }
 
 }  // namespace lockstep

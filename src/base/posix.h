@@ -3,6 +3,8 @@
 // Threading: free functions are safe from any thread; an Fd belongs to one owner.
 #pragma once
 
+#include <sys/types.h>
+
 #include <csignal>
 #include <string>
 #include <string_view>
@@ -58,6 +60,10 @@ Fd make_memfd(const std::string& name);
 Fd duplicate(int fd);
 
 std::string host_name();
+
+// `mode` for what is made in `folder`, without what the folder itself does not allow to others: a
+// file in a private folder stays private when it is moved or copied. The umask comes on top.
+mode_t mode_in(const std::string& folder, mode_t mode);
 
 // The whole of a small file such as one in /proc; empty if it cannot be read.
 std::string read_small_file(const std::string& path);

@@ -16,7 +16,6 @@
 #include <sstream>
 #include <thread>
 
-#include "base/posix.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -44,6 +43,18 @@ Stat read_stat(pid_t pid) {
   for (int field = 23; field < 52; ++field) fields >> skipped;
   fields >> stat.exit_status;
   return stat;
+}
+
+std::map<pid_t, Stat> all_processes() {
+  std::map<pid_t, Stat> all;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", ignored)) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    const auto pid = static_cast<pid_t>(std::stol(name));
+    all.emplace(pid, read_stat(pid));
+  }
+  return all;
 }
 
 std::vector<std::string> merged_environment(const Command& command) {
@@ -89,6 +100,12 @@ void become(const Command& command, char** arguments, char** environment,
       ::sched_setaffinity(0, cpus.size(), reinterpret_cast<const cpu_set_t*>(cpus.data())) != 0) {
     return;
   }
+  if (command.open_files) {
+    rlimit limit{};
+    if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+    limit.rlim_cur = *command.open_files;
+    if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  }
   if (command.stdin_fd >= 0 && ::dup2(command.stdin_fd, STDIN_FILENO) < 0) return;
   if (command.stdout_fd >= 0 && ::dup2(command.stdout_fd, STDOUT_FILENO) < 0) return;
   if (command.stderr_fd >= 0 && ::dup2(command.stderr_fd, STDERR_FILENO) < 0) return;
@@ -131,7 +148,7 @@ std::string ExitStatus::text() const {
   return text::format("was killed by signal {} ({})", signal, ::strsignal(signal));
 }
 
-pid_t spawn(const Command& command) {
+Starting begin_spawn(const Command& command) {
   std::vector<std::string> argument_texts = command.arguments;
   std::vector<std::string> variable_texts = merged_environment(command);
   std::vector<char*> arguments = pointers(argument_texts);
@@ -148,19 +165,31 @@ pid_t spawn(const Command& command) {
     ::_exit(127);
   }
   ::setpgid(pid, pid);  // also here: whoever of the two comes first
-  failure.write_end.reset();
+  return {.pid = pid, .outcome = std::move(failure.read_end)};
+}
+
+void wait_for_exec(const Fd& outcome, const std::string& program) {
   int code = 0;
   ssize_t count = 0;
   do {
-    count = ::read(failure.read_end.get(), &code, sizeof code);
+    count = ::read(outcome.get(), &code, sizeof code);
   } while (count < 0 && errno == EINTR);
   if (count == static_cast<ssize_t>(sizeof code)) {
-    ::waitpid(pid, nullptr, 0);
     errno = code;
-    throw_errno(text::format("cannot start '{}'", command.arguments.front()),
+    throw_errno(text::format("cannot start '{}'", program),
                 "Check that the program exists and may be executed.");
   }
-  return pid;
+}
+
+pid_t spawn(const Command& command) {
+  const Starting starting = begin_spawn(command);
+  try {
+    wait_for_exec(starting.outcome, command.arguments.front());
+  } catch (const Error&) {
+    ::waitpid(starting.pid, nullptr, 0);
+    throw;
+  }
+  return starting.pid;
 }
 
 std::optional<ExitStatus> look_at_end(pid_t child) {
@@ -177,39 +206,68 @@ void adopt_orphans() { ::prctl(PR_SET_CHILD_SUBREAPER, 1); }
 
 std::set<pid_t> children() {
   std::set<pid_t> all;
-  const pid_t self = ::getpid();
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc", ignored)) {
-    const std::string name = entry.path().filename();
-    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
-    const auto pid = static_cast<pid_t>(std::stol(name));
-    if (parent_of(pid) == self) all.insert(pid);
+  for (const auto& [pid, stat] : all_processes()) {
+    if (stat.parent == ::getpid()) all.insert(pid);
   }
   return all;
 }
 
+bool has_children() {
+  siginfo_t info{};
+  return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) == 0;
+}
+
+std::set<pid_t> living_descendants(const std::set<pid_t>& spared) {
+  const std::map<pid_t, Stat> all = all_processes();
+  std::multimap<pid_t, pid_t> children_of;
+  for (const auto& [pid, stat] : all) children_of.emplace(stat.parent, pid);
+  std::set<pid_t> found;
+  std::vector<pid_t> parents = {::getpid()};
+  while (!parents.empty()) {
+    const auto [first, last] = children_of.equal_range(parents.back());
+    parents.pop_back();
+    for (auto child = first; child != last; ++child) {
+      if (spared.contains(child->second)) continue;
+      if (found.insert(child->second).second) parents.push_back(child->second);
+    }
+  }
+  std::erase_if(found, [&](pid_t pid) {
+    const char state = all.at(pid).state;
+    return state == 'Z' || state == 'X';
+  });
+  return found;
+}
+
+bool kill_children_once(std::set<pid_t>& spared) {
+  // Dead ones go first: their children may become ours, and are found below.
+  for (pid_t reaped = 0; (reaped = ::waitpid(-1, nullptr, WNOHANG)) > 0;) {
+    spared.erase(reaped);  // the number may be given to another
+  }
+  if (!has_children()) return true;
+  const std::set<pid_t> left = living_descendants(spared);
+  for (const pid_t pid : left) ::kill(pid, SIGKILL);
+  return left.empty();
+}
+
 bool kill_all_children(std::chrono::milliseconds deadline, std::set<pid_t> spared) {
   const auto end = std::chrono::steady_clock::now() + deadline;
-  int num_quiet = 0;  // looks that found none but the spared: one may miss what is just being made
+  int num_quiet = 0;  // rounds that found none but the spared: one may miss what is just being made
   while (true) {
-    // Dead ones go first: their children may become ours, and are found below.
-    pid_t reaped = 0;
-    do {
-      reaped = ::waitpid(-1, nullptr, WNOHANG);
-      spared.erase(reaped);  // the number may be given to another
-    } while (reaped > 0);
-    if (reaped < 0 && errno == ECHILD) return true;
-    bool is_left = false;
-    for (const pid_t pid : children()) {
-      if (spared.contains(pid)) continue;
-      is_left = true;
-      ::kill(pid, SIGKILL);
-    }
-    num_quiet = is_left || spared.empty() ? 0 : num_quiet + 1;
+    const bool is_quiet = kill_children_once(spared);
+    if (!has_children()) return true;
+    num_quiet = is_quiet && !spared.empty() ? num_quiet + 1 : 0;
     if (num_quiet == 3) return true;
     if (std::chrono::steady_clock::now() >= end) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+}
+
+std::optional<rlim_t> raise_open_files_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return std::nullopt;
+  const rlim_t before = std::exchange(limit.rlim_cur, limit.rlim_max);
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+  return before;
 }
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 // fork and exec.
 #pragma once
 
+#include <sys/resource.h>
 #include <sys/types.h>
 
 #include <chrono>
@@ -13,6 +14,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include "base/posix.h"
 
 namespace lockstep {
 
@@ -55,7 +58,8 @@ struct Command {
   int stdin_fd = -1;                    // -1: this process's, as for the two below
   int stdout_fd = -1;
   int stderr_fd = -1;
-  std::vector<int> cpus = {};  // to run on; empty: those of this process
+  std::vector<int> cpus = {};             // to run on; empty: those of this process
+  std::optional<rlim_t> open_files = {};  // its limit on them; nothing: this process's
 };
 
 // Starts the command in a process group of its own, with no signal blocked and SIGPIPE as usual; it
@@ -63,6 +67,15 @@ struct Command {
 // Requires: the calling thread outlives the command, which is killed with it as well.
 // Throws SystemError if the program cannot be started, with its name and the reason.
 pid_t spawn(const Command& command);
+
+// The same without waiting for exec: a program on a file server that is gone takes for ever.
+struct Starting {
+  pid_t pid = 0;
+  Fd outcome;  // to be read by wait_for_exec(), which does not wait once poll(2) says so
+};
+Starting begin_spawn(const Command& command);
+// Throws SystemError if there was no exec; the process is then about to exit.
+void wait_for_exec(const Fd& outcome, const std::string& program);
 
 // How `child` has ended; nothing while it runs. It stays a zombie, so that others can see its end.
 std::optional<ExitStatus> look_at_end(pid_t child);
@@ -73,13 +86,24 @@ void adopt_orphans();
 // How long kill_all_children() may take.
 inline constexpr std::chrono::seconds kSweepDeadline{5};
 
-// Kills all children of this process, and, if it has adopted orphans, theirs, until none is left.
-// Gives up at the deadline: a process that the kernel cannot end (a dead file server) does not hold
-// up the caller for ever. Returns whether all are gone.
-// `spared` are left alone.
+// Kills all descendants of this process until none is left; orphans are among them if it has
+// adopted them. Gives up at the deadline: a process that the kernel cannot end (a dead file server)
+// does not hold up the caller for ever. Returns whether all are gone. `spared` and their
+// descendants are left alone.
 bool kill_all_children(std::chrono::milliseconds deadline, std::set<pid_t> spared = {});
+
+// One round of it: reaps the dead, kills the living. True if there was nothing to do; there may be
+// something again as long as there are children.
+bool kill_children_once(std::set<pid_t>& spared);
 
 // Of this process, dead ones too.
 std::set<pid_t> children();
+bool has_children();
+// Children, their children and so on, but no zombies.
+std::set<pid_t> living_descendants(const std::set<pid_t>& spared = {});
+
+// Allows this process as many open files as the system lets it have. Returns what was allowed
+// before, for commands: a program may count on the usual number.
+std::optional<rlim_t> raise_open_files_limit();
 
 }  // namespace lockstep

@@ -178,6 +178,17 @@ void check_program(const std::string& program) {
   throw BadArguments(text::format("cannot start '{}': {}", program, problem));
 }
 
+// For this user alone, if it is not there yet.
+std::error_code make_log_folder(std::filesystem::path folder) {
+  if (!folder.has_filename()) folder = folder.parent_path();  // "logs/"
+  std::error_code error;
+  std::filesystem::create_directories(std::filesystem::absolute(folder).parent_path(), error);
+  if (!error && ::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) {
+    error.assign(errno, std::generic_category());
+  }
+  return error;
+}
+
 void complete_run(const Typed& typed, RunOptions& run) {
   if (run.command.empty()) throw BadArguments("there is no program behind --");
   run.num_ranks = parse_ranks(typed.ranks);
@@ -204,8 +215,7 @@ void complete_run(const Typed& typed, RunOptions& run) {
   }
   check_program(run.command.front());
   if (!run.output.log_dir.empty()) {
-    std::error_code error;
-    std::filesystem::create_directories(run.output.log_dir, error);
+    const std::error_code error = make_log_folder(run.output.log_dir);
     if (error || ::access(run.output.log_dir.c_str(), W_OK) != 0) {
       throw BadArguments(text::format("--log-dir is '{}', and no file can be made there: {}",
                                       run.output.log_dir,

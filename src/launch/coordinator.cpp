@@ -18,6 +18,8 @@ namespace {
 
 constexpr std::size_t kMostNewcomers = 64;  // at a time; the oldest has to go
 constexpr int kRefusalsShown = 10;
+// For a rank that others blame to end as well. An exception must unwind, a crash may dump a core.
+constexpr auto kBlamedMayTake = std::chrono::seconds(5);
 
 }  // namespace
 
@@ -41,6 +43,7 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
 
 Coordinator::~Coordinator() {
   if (timer_) loop_.cancel(*timer_);
+  if (effect_) loop_.cancel(effect_timer_);
   if (listener_) loop_.forget(listener_.get());
   for (const auto& [_, newcomer] : newcomers_) loop_.cancel(newcomer.second);
 }
@@ -173,6 +176,7 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
 void Coordinator::start(int generation) {
   generation_ = generation;
   cause_.reset();
+  effect_.reset();
   end_ = End::kOk;
   store_.clear();
   int world_size = 0;
@@ -191,6 +195,7 @@ void Coordinator::start(int generation) {
 }
 
 void Coordinator::report(const StopCause& cause) {
+  if (effect_ && cause.is_interrupt) stop(*effect_);  // nobody waits any longer
   if (is_finished_) return;
   if (cause_) {  // the first one counts; but who wants the job to stop wants no restart either
     if (cause.is_interrupt) cause_->may_restart = false;
@@ -201,6 +206,19 @@ void Coordinator::report(const StopCause& cause) {
     }
     return;
   }
+  if (cause.blamed_rank >= 0) {
+    // It ended before the rank that it failed because of, which the report is to name.
+    if (effect_) return;
+    effect_ = cause;
+    effect_timer_ = loop_.after(kBlamedMayTake, [this] { stop(*effect_); });
+    return;
+  }
+  stop(cause);
+}
+
+void Coordinator::stop(StopCause cause) {
+  if (effect_) loop_.cancel(effect_timer_);
+  effect_.reset();
   cause_ = cause;
   if (generation_ < 0) return finish(cause);  // nothing runs yet
   for (auto& [_, member] : members_) {
@@ -239,6 +257,7 @@ void Coordinator::decide() {
       !std::ranges::all_of(members_, [](const auto& one) { return one.second.has_ended; })) {
     return;
   }
+  if (effect_) return stop(*effect_);  // all ranks blame one that did not fail; decides again
   if (end_ == End::kOk && (!cause_ || cause_->is_interrupt)) return finish(std::nullopt);
   if (end_ == End::kSaved && cause_ && cause_->is_interrupt) {
     cause_->code = kExitPreempted;

@@ -21,7 +21,7 @@
 namespace lockstep {
 
 // Of the messages between launchers; a version of its own, so that they can tell each other.
-inline constexpr int kLinkVersion = 2;
+inline constexpr int kLinkVersion = 3;
 inline constexpr auto kPingEvery = std::chrono::seconds(1);
 inline constexpr auto kLostAfter = std::chrono::seconds(8);
 inline constexpr auto kProofDeadline = std::chrono::seconds(5);  // for a newcomer to prove itself
@@ -73,6 +73,7 @@ class Coordinator : public Leader {
   void on_lost(int host_rank, const std::string& reason);
   void on_end(int host_rank, End end);
   void start(int generation);
+  void stop(StopCause cause);
   void look_around();
   void decide();
   void finish(const std::optional<StopCause>& cause);
@@ -96,6 +97,8 @@ class Coordinator : public Leader {
   End end_ = End::kOk;   // of all ranks of this generation, so far
   bool is_finished_ = false;
   std::optional<StopCause> cause_;
+  std::optional<StopCause> effect_;  // of a rank that blames another one, which has not failed yet
+  EventLoop::Timer effect_timer_;
 };
 
 // The other hosts' side: a connection to the Coordinator.
@@ -111,6 +114,7 @@ class RemoteLeader : public Leader {
 
  private:
   void connect();
+  void on_socket(Fd socket);
   void on_message(const Json& message);
   void on_lost(const std::string& reason);
   void look_around();
@@ -124,6 +128,7 @@ class RemoteLeader : public Leader {
   std::shared_ptr<Connection> connection_;
   EventLoop::Clock::time_point began_ = EventLoop::Clock::now();
   int num_attempts_ = 0;
+  bool is_resolving_ = false;
   bool has_joined_ = false;  // host 0 has said welcome
   bool has_started_ = false;
   bool has_said_waiting_ = false;

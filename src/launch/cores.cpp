@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -50,6 +52,25 @@ std::vector<int> allowed_cpus() {
   }
   throw_errno("cannot read on which cores this process may run",
               "Check the container's security profile: it must allow sched_getaffinity.");
+}
+
+// As CUDA reads its variable: numbers of devices, or names such as GPU-8932f937 and MIG-..., with
+// commas; what follows the first one that is not there does not count.
+int count_visible_gpus(const std::string& list, int num_devices) {
+  int count = 0;
+  std::istringstream parts(list);
+  for (std::string part; std::getline(parts, part, ',');) {
+    part.erase(0, part.find_first_not_of(' '));
+    part.erase(part.find_last_not_of(' ') + 1);
+    const bool is_name = part.starts_with("GPU-") || part.starts_with("MIG-");
+    int number = -1;
+    const char* const end = part.data() + part.size();
+    const auto read = std::from_chars(part.data(), end, number);
+    const bool is_number = read.ec == std::errc() && read.ptr == end;
+    if (!is_name && (!is_number || number < 0 || number >= num_devices)) break;
+    ++count;
+  }
+  return num_devices == 0 ? 0 : count;
 }
 
 std::vector<int> cores_of(const Machine& machine) {
@@ -98,7 +119,8 @@ std::string to_cpu_list(std::vector<int> cpus) {
   return text;
 }
 
-Machine read_machine(const std::string& system_root, const std::vector<int>& allowed) {
+Machine read_machine(const std::string& system_root, const std::vector<int>& allowed,
+                     const std::optional<std::string>& visible_gpus) {
   std::map<int, int> node_of;
   const std::string nodes = system_root + "/sys/devices/system/node";
   for (const int node : numbers_in(nodes, "node")) {
@@ -116,10 +138,15 @@ Machine read_machine(const std::string& system_root, const std::vector<int>& all
                     [](const Cpu& cpu) { return std::tuple(cpu.node, cpu.core, cpu.id); });
   machine.quota = cores_in_cgroup(system_root);
   machine.num_gpus = static_cast<int>(numbers_in(system_root + "/dev", "nvidia").size());
+  if (visible_gpus) machine.num_gpus = count_visible_gpus(*visible_gpus, machine.num_gpus);
   return machine;
 }
 
-Machine this_machine() { return read_machine("", allowed_cpus()); }
+Machine this_machine() {
+  const char* const visible = std::getenv("CUDA_VISIBLE_DEVICES");  // empty: none
+  return read_machine("", allowed_cpus(),
+                      visible != nullptr ? std::optional<std::string>(visible) : std::nullopt);
+}
 
 int ranks_for(const Machine& machine) {
   if (machine.num_gpus > 0) return machine.num_gpus;

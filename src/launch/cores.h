@@ -2,6 +2,7 @@
 #pragma once
 
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,15 +17,16 @@ struct Cpu {  // a hardware thread, as the kernel numbers them
 struct Machine {
   std::vector<Cpu> cpus = {};  // those this process may run on, by node, core and number
   double quota = std::numeric_limits<double>::infinity();  // cores' worth of time
-  int num_gpus = 0;
+  int num_gpus = 0;                                        // that programs can see
 
   int num_cores() const;
   int num_nodes() const;
 };
 
 // `system_root` stands before /proc, /sys and /dev: tests have their own. `allowed`: this process's
-// affinity mask.
-Machine read_machine(const std::string& system_root, const std::vector<int>& allowed);
+// affinity mask. `visible_gpus`: CUDA_VISIBLE_DEVICES, if it is set.
+Machine read_machine(const std::string& system_root, const std::vector<int>& allowed,
+                     const std::optional<std::string>& visible_gpus = std::nullopt);
 Machine this_machine();
 
 // "0-3,8" as lists in /sys have it.

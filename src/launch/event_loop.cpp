@@ -1,9 +1,46 @@
 #include "launch/event_loop.h"
 
+#include <sys/eventfd.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <vector>
+#include <cstdint>
+#include <thread>
 
 namespace lockstep {
+
+Mailbox::Mailbox() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!event_) throw_errno("cannot make an event", "Raise the limit on open files (ulimit -n).");
+}
+
+void Mailbox::post(std::function<void()> call) {
+  const MutexLock lock(mutex_);
+  calls_.push_back(std::move(call));
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const ssize_t told = ::write(event_.get(), &one, sizeof one);
+}
+
+void Mailbox::call_all() {
+  std::uint64_t count = 0;
+  [[maybe_unused]] const ssize_t got = ::read(event_.get(), &count, sizeof count);
+  std::vector<std::function<void()>> calls;
+  {
+    const MutexLock lock(mutex_);
+    calls.swap(calls_);
+  }
+  for (const auto& call : calls) call();
+}
+
+EventLoop::EventLoop() {
+  watch(mailbox_->event_.get(), POLLIN, [this](short) { mailbox_->call_all(); });
+}
+
+void EventLoop::run_aside(std::function<void()> work, std::function<void()> done) {
+  std::thread([mailbox = mailbox_, work = std::move(work), done = std::move(done)]() mutable {
+    work();
+    mailbox->post(std::move(done));
+  }).detach();
+}
 
 void EventLoop::watch(int fd, short events, std::function<void(short)> call) {
   watches_[fd] = {events, std::make_shared<std::function<void(short)>>(std::move(call))};

@@ -11,6 +11,7 @@
 #include <csignal>
 #include <nlohmann/json.hpp>
 
+#include "base/blame.h"
 #include "base/env.h"
 #include "base/text.h"
 #include "launch/rank_command.h"
@@ -19,6 +20,7 @@ namespace lockstep {
 namespace {
 
 constexpr auto kEcho = std::chrono::seconds(1);
+constexpr int kExitBadStart = 126;
 
 bool has_saved(const ExitStatus& end) { return end.signal == 0 && end.code == kExitPreempted; }
 
@@ -70,7 +72,15 @@ std::map<std::string, std::string> place_variables(const RunOptions& options,
 }
 
 Host::Host(EventLoop& loop, Output& output, const RunOptions& options)
-    : loop_(loop), output_(output), options_(options) {
+    : loop_(loop),
+      output_(output),
+      options_(options),
+      open_files_(raise_open_files_limit()) {  // several for each rank
+  output_.on_log_failure([this](const std::string& why) {
+    if (!exit_code_) return report_bad_start(why);
+    output_.say(why);  // the ranks were faster
+    if (*exit_code_ == 0) exit_code_ = kExitBadStart;
+  });
   nothing_ = Fd(::open("/dev/null", O_RDWR | O_CLOEXEC));
   if (!nothing_)
     throw_errno("cannot open /dev/null", "Repair this system: /dev/null must be there.");
@@ -84,21 +94,16 @@ void Host::start(const Generation& generation) {
   ranks_.clear();
   is_running_ = true;
   try {
-    output_.begin(generation.first_rank, options_.num_ranks, generation.world_size,
-                  generation.number);
+    output_.begin(generation.first_rank, options_.num_ranks, generation.world_size);
     // A fresh one: what the generation before has left in its store is of no use.
     if (options_.num_hosts == 1) store_ = make_memfd("lockstep-store");
+    blames_ = make_memfd("lockstep-blames");
     const auto shares = split_cores(this_machine(), options_.num_ranks, options_.bind);
     for (int local = 0; local < options_.num_ranks; ++local) {
       start_rank(local, shares[static_cast<std::size_t>(local)]);
     }
   } catch (const Error& error) {
-    leader_->report({.host_rank = options_.host_rank,
-                     .host = host_name(),
-                     .text = "could not start its ranks: " + error.message(),
-                     .code = 126,
-                     .signal = SIGTERM,
-                     .may_restart = false});
+    report_bad_start(error.message());
     if (ranks_.empty()) on_all_ended();
   }
   if (options_.is_verbose) {
@@ -110,6 +115,15 @@ void Host::start(const Generation& generation) {
   }
 }
 
+void Host::report_bad_start(const std::string& why) {
+  leader_->report({.host_rank = options_.host_rank,
+                   .host = host_name(),
+                   .text = "could not start its ranks: " + why,
+                   .code = kExitBadStart,
+                   .signal = SIGTERM,
+                   .may_restart = false});
+}
+
 void Host::start_rank(int local_rank, const Share& share) {
   Rank rank;
   rank.number = generation_.first_rank + local_rank;
@@ -118,6 +132,7 @@ void Host::start_rank(int local_rank, const Share& share) {
   command.variables = place_variables(options_, generation_, local_rank, master_port_);
   command.removed_variables = {"LOCKSTEP_SECRET"};
   command.cpus = share.cpus;
+  command.open_files = open_files_;
   if (output_.err().is_terminal()) {  // progress bars may draw, beside the rank's number
     const int columns = output_.err().columns() - output_.prefix_width();
     command.variables["LOCKSTEP_TERMINAL"] = std::to_string(columns);
@@ -149,15 +164,32 @@ void Host::start_rank(int local_rank, const Share& share) {
                                    .closed = [](const std::string&) {}});
     *mine = rank.store;
   }
+  command.variables[kBlameVariable] = blame_address(blames_.get(), local_rank);
+  command.inherited_fds.push_back(blames_.get());
   // From a terminal only the launcher reads; rank 0 gets what is piped in.
   if (rank.number != 0 || ::isatty(STDIN_FILENO) == 1) command.stdin_fd = nothing_.get();
   Pipe out = make_pipe();
   Pipe err = make_pipe();
   command.stdout_fd = out.write_end.get();
   command.stderr_fd = err.write_end.get();
-  rank.pid = spawn(command);
+  Starting starting = begin_spawn(command);
+  rank.pid = starting.pid;
+  rank.exec = std::move(starting.outcome);
+  const auto index = ranks_.size();
+  loop_.watch(rank.exec.get(), POLLIN, [this, index](short) { look_at_exec(ranks_[index]); });
   output_.attach(rank.number, std::move(out.read_end), std::move(err.read_end));
   ranks_.push_back(std::move(rank));
+}
+
+void Host::look_at_exec(Rank& rank) {
+  if (!rank.exec) return;
+  loop_.forget(rank.exec.get());
+  const Fd outcome = std::move(rank.exec);
+  try {
+    wait_for_exec(outcome, options_.command.front());
+  } catch (const Error& error) {
+    report_bad_start(error.message());
+  }
 }
 
 void Host::look_for_ends() {
@@ -179,19 +211,25 @@ void Host::look_for_ends() {
 }
 
 // What ranks have left behind ends, too, and must not fill the table of processes. Ranks themselves
-// stay zombies, so that others can see how they ended; the first of them ends the search.
+// stay zombies, so that others can see how they ended.
 void Host::reap_orphans() const {
-  while (true) {
-    siginfo_t info{};
+  const auto is_rank = [this](pid_t pid) {
+    return std::ranges::find(ranks_, pid, &Rank::pid) != ranks_.end();
+  };
+  siginfo_t info{};
+  do {
+    info = {};
     if (::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) return;
-    const auto is_it = [&](const Rank& rank) { return rank.pid == info.si_pid; };
-    if (std::ranges::any_of(ranks_, is_it)) return;
-    ::waitpid(info.si_pid, nullptr, WNOHANG);
+  } while (!is_rank(info.si_pid) && ::waitpid(info.si_pid, nullptr, WNOHANG) > 0);
+  // The kernel shows one zombie only, now a rank: others are looked for.
+  for (const pid_t pid : children()) {
+    if (!is_rank(pid)) ::waitpid(pid, nullptr, WNOHANG);
   }
 }
 
 void Host::on_end(Rank& rank) {
   if (rank.store) rank.store->close();
+  look_at_exec(rank);
   // A failure counts for more than ranks that have saved and left.
   const bool is_worse = cause_ && cause_->code == kExitPreempted && !has_saved(*rank.end);
   if (rank.end->is_ok() || (cause_ && !is_worse)) return;
@@ -215,19 +253,46 @@ StopCause Host::cause_at(const Rank& rank) const {
   return {.host_rank = options_.host_rank,
           .host = host_name(),
           .rank = rank.number,
+          .blamed_rank = blamed_by(rank),
           .text = text::format("(pid {}) {} after {:.1f} s", rank.pid, rank.end->text(), seconds),
           .advice = advice_for(*rank.end),
           .code = rank.end->signal != 0 ? 128 + rank.end->signal : rank.end->code,
           .last_lines = output_.last_lines(rank.number)};
 }
 
+// The rank that it failed because of, if that one may still fail, or has.
+int Host::blamed_by(const Rank& rank) const {
+  // An exception that nobody catches ends in SIGABRT; other signals have another reason.
+  if (rank.end->signal != 0 && rank.end->signal != SIGABRT) return -1;
+  const int blamed = read_blame(blames_.get(), rank.number - generation_.first_rank, rank.pid);
+  const auto here = std::ranges::find(ranks_, blamed, &Rank::number);
+  const bool has_left = here != ranks_.end() && here->end && here->end->is_ok();
+  const bool is_another = blamed != rank.number && blamed < generation_.world_size;
+  return is_another && !has_left ? blamed : -1;
+}
+
 void Host::on_all_ended() {
   is_running_ = false;
   if (kill_timer_) loop_.cancel(*kill_timer_);
+  for (Rank& rank : ranks_) {
+    if (rank.exec) loop_.forget(rank.exec.get());
+    rank.exec.reset();
+  }
+  sweep(Clock::now() + kSweepDeadline);
+}
+
+// What ranks have started and left behind goes; the ranks themselves, until now zombies that tell
+// the others how they ended, as well.
+void Host::sweep(Clock::time_point deadline) {
+  constexpr auto kRound = std::chrono::milliseconds(1);
+  std::set<pid_t> spared;
+  kill_children_once(spared);
+  if (has_children() && Clock::now() < deadline) {
+    kill_timer_ = loop_.after(kRound, [this, deadline] { sweep(deadline); });
+    return;
+  }
   kill_timer_.reset();
-  // What ranks have started and left behind; the ranks themselves, until now zombies that tell the
-  // others how they ended, go as well.
-  if (!kill_all_children(kSweepDeadline)) {
+  if (has_children()) {
     output_.say("some processes of the ranks do not end, not even when killed: see ps");
   }
   output_.end();
@@ -260,7 +325,8 @@ void Host::stop(const StopCause& cause) {
   // Who kills the launcher of one host has not killed the ranks of the others: they may save.
   const bool is_elsewhere = cause.host_rank != options_.host_rank;
   signal_all(cause.signal == SIGKILL && is_elsewhere ? SIGTERM : cause.signal);
-  signal_all(SIGCONT);  // one that is stopped hears nothing
+  signal_all(SIGCONT);      // one that is stopped hears nothing
+  if (kill_timer_) return;  // they are being killed already
   kill_timer_ = loop_.after(options_.stop_grace, [this] { kill_now(); });
 }
 

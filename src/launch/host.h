@@ -43,14 +43,19 @@ class Host {
   struct Rank {
     int number = 0;
     pid_t pid = 0;
+    Fd exec = {};                       // its outcome, until that is known
     std::shared_ptr<Connection> store;  // with several hosts
     std::optional<ExitStatus> end = {};
   };
 
   void start_rank(int local_rank, const Share& share);
+  void look_at_exec(Rank& rank);
+  void report_bad_start(const std::string& why);
   void reap_orphans() const;
   void on_end(Rank& rank);
   void on_all_ended();
+  void sweep(Clock::time_point deadline);
+  int blamed_by(const Rank& rank) const;
   void signal_all(int signal);
   StopCause cause_at(const Rank& rank) const;
   std::string describe(const StopCause& cause) const;
@@ -59,7 +64,9 @@ class Host {
   Output& output_;
   const RunOptions& options_;
   Leader* leader_ = nullptr;
-  Fd store_;  // with one host
+  std::optional<rlim_t> open_files_;  // for ranks
+  Fd store_;                          // with one host
+  Fd blames_;
   Fd nothing_;
   int master_port_ = 0;
   Generation generation_;
@@ -67,7 +74,7 @@ class Host {
   std::vector<Rank> ranks_;
   bool is_running_ = false;
   std::optional<StopCause> cause_;
-  std::optional<EventLoop::Timer> kill_timer_;
+  std::optional<EventLoop::Timer> kill_timer_;  // the next step of killing
   int num_interrupts_ = 0;
   Clock::time_point last_interrupt_;
   std::optional<int> exit_code_;

@@ -22,6 +22,7 @@ struct StopCause {
   int host_rank = 0;
   std::string host = {};
   int rank = -1;          // -1: no rank, but the host itself
+  int blamed_rank = -1;   // the rank that it failed because of, says the rank
   std::string text = {};  // "was killed by signal 9 (Killed) after 3.1 s"
   std::string advice = {};
   int code = 1;               // that the launchers exit with
@@ -30,8 +31,8 @@ struct StopCause {
   bool may_restart = true;
   std::vector<std::string> last_lines = {};
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StopCause, host_rank, host, rank, text, advice, code, signal,
-                                   is_interrupt, may_restart, last_lines)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StopCause, host_rank, host, rank, blamed_rank, text, advice,
+                                   code, signal, is_interrupt, may_restart, last_lines)
 
 // How the ranks of a host, or of all, have ended; the worst of them counts.
 enum class End { kOk, kSaved, kFailed };  // kSaved: told to stop, with the state saved

@@ -43,7 +43,7 @@ int main(int argc, char** argv) try {
         text::print("{}", describe_run(invocation.run));
         return 0;
       }
-      return run_guarded([&] { return run(invocation.run); });
+      return run_guarded([&] { return run(invocation.run); }, invocation.run.stop_grace);
   }
   return 0;
 } catch (const lockstep::BadArguments& error) {

@@ -1,15 +1,13 @@
 #include "launch/output.h"
 
 #include <fcntl.h>
+#include <lockstep/error.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
-#include <cstdlib>
-#include <cstring>
-#include <filesystem>
 
 #include "base/text.h"
 
@@ -17,23 +15,39 @@ namespace lockstep {
 namespace {
 
 constexpr std::size_t kReadBytes = 64 << 10;
+constexpr auto kStall = std::chrono::seconds(10);  // of log files, before it is said
 
-bool is_ready(int fd, short events) {
-  pollfd one{fd, events, 0};
-  return ::poll(&one, 1, 0) > 0;
+// A new file in any case: what has this name may be a link to another file, or another user's, who
+// would read along. Runs on the writer's thread.
+Fd open_log(const std::string& folder, int rank) {
+  const std::string path = text::format("{}/rank-{}.log", folder, rank);
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) == 0) {
+    if (!S_ISREG(status.st_mode)) {
+      throw UsageError({}, text::format("cannot write the log file {}: it is there already, and is "
+                                        "no regular file.\nRemove it, or give --log-dir another "
+                                        "folder.",
+                                        path));
+    }
+    ::unlink(path.c_str());  // if that fails, so does the next line
+  }
+  Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC,
+                 mode_in(folder, 0666)));
+  if (!file) {
+    throw_errno(text::format("cannot write the log file {}", path),
+                "Give --log-dir a folder that this user may write to.");
+  }
+  return file;
 }
 
 }  // namespace
 
-Printer::Printer(EventLoop& loop, int fd) : loop_(loop), fd_(fd), is_terminal_(::isatty(fd) == 1) {
-  if (!is_terminal_) return;
-  // poll(2) says that a terminal has room when it has room for one byte.
-  own_ = Fd(::open(text::format("/proc/self/fd/{}", fd).c_str(),
-                   O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
-  if (own_) fd_ = own_.get();
-}
-
-Printer::~Printer() { loop_.forget(fd_); }
+Printer::Printer(EventLoop& loop, int fd, std::function<void()> has_room)
+    : fd_(fd),
+      is_terminal_(::isatty(fd) == 1),
+      // Nobody reads any more: the job goes on without.
+      writer_(loop, {.has_room = std::move(has_room),
+                     .failed = [this](int, bool, const std::string&) { has_reader_ = false; }}) {}
 
 int Printer::columns() const {
   winsize size{};
@@ -41,37 +55,9 @@ int Printer::columns() const {
 }
 
 void Printer::write(std::string_view text) {
-  if (fd_ < 0) return;
-  pending_ += text;
-  write_some();
-}
-
-// In pieces that a pipe takes at once when poll(2) says that it has room: the descriptor is shared
-// with others, so it cannot be made non-blocking.
-void Printer::write_some() {
-  const bool was_full = is_full();
-  while (written_ < pending_.size() && is_ready(fd_, POLLOUT)) {
-    const std::size_t size = std::min<std::size_t>(pending_.size() - written_, PIPE_BUF);
-    const ssize_t count = ::write(fd_, pending_.data() + written_, size);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0 && errno == EAGAIN) break;
-    if (count < 0) {  // nobody reads any more: the job goes on without
-      loop_.forget(fd_);
-      fd_ = -1;
-      written_ = pending_.size();
-      break;
-    }
-    written_ += static_cast<std::size_t>(count);
-  }
-  if (written_ == pending_.size()) {
-    pending_.clear();
-    written_ = 0;
-    if (fd_ >= 0) loop_.forget(fd_);
-  } else {
-    if (written_ > kFullBytes) pending_.erase(0, std::exchange(written_, 0));
-    loop_.watch(fd_, POLLOUT, [this](short) { write_some(); });
-  }
-  if (was_full && !is_full() && on_room_) on_room_();
+  if (!has_reader_) return;
+  if (file_ < 0) file_ = writer_.add([fd = fd_] { return duplicate(fd); });
+  writer_.write(file_, text);
 }
 
 void LineCutter::add(std::string_view text, bool is_bar_cut, const Emit& emit) {
@@ -103,30 +89,47 @@ void LineCutter::finish(const Emit& emit) {
 Output::Output(EventLoop& loop, OutputOptions options)
     : loop_(loop),
       options_(std::move(options)),
-      streams_{Printer(loop, STDOUT_FILENO), Printer(loop, STDERR_FILENO)} {
-  for (Printer& stream : streams_) {
-    stream.on_room([this] {
-      for (const auto& [fd, source] : sources_) {
-        if (!streams_[static_cast<std::size_t>(source.stream)].is_full()) watch(fd);
-      }
-    });
-  }
+      streams_{Printer(loop, STDOUT_FILENO, [this] { resume(); }),
+               Printer(loop, STDERR_FILENO, [this] { resume(); })},
+      logs_(loop,
+            {.has_room = [this] { resume(); },
+             .failed = [this](int file, bool is_open,
+                              const std::string& why) { on_log_problem(file, is_open, why); }}) {}
+
+bool Output::is_empty() const {
+  return streams_[0].is_empty() && streams_[1].is_empty() && logs_.is_empty();
 }
 
-void Output::begin(int first_rank, int num_ranks, int world_size, int generation) {
+void Output::begin(int first_rank, int num_ranks, int world_size) {
   ranks_.clear();
   const std::size_t width = std::to_string(world_size - 1).size();
   for (int rank = first_rank; rank < first_rank + num_ranks; ++rank) {
-    Rank& one = ranks_[rank];
-    one.prefix = text::format("[{:>{}}] ", rank, width);
-    if (options_.log_dir.empty()) continue;
-    const std::string path = text::format("{}/rank-{}.log", options_.log_dir, rank);
-    const int how = generation == 0 ? O_TRUNC : O_APPEND;
-    one.log = Fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | how, 0666));
-    if (!one.log) {
-      throw_errno(text::format("cannot write the log file {}", path),
-                  "Give --log-dir a folder that this user may write to.");
-    }
+    ranks_[rank].prefix = text::format("[{:>{}}] ", rank, width);
+    // A later generation goes on in the same file.
+    if (options_.log_dir.empty() || log_of_.contains(rank)) continue;
+    log_of_[rank] = logs_.add([folder = options_.log_dir, rank] { return open_log(folder, rank); });
+  }
+}
+
+void Output::on_log_problem(int file, bool is_open, const std::string& why) {
+  const auto log = std::ranges::find(log_of_, file, [](const auto& one) { return one.second; });
+  log->second = -1;
+  if (!is_open) return on_log_failure_(why);
+  say(text::format("cannot write the log file of rank {} any more: {}", log->first, why));
+}
+
+bool Output::is_held_up(const Source& source) const {
+  return logs_.is_full() || streams_[static_cast<std::size_t>(source.stream)].is_full();
+}
+
+// After a stream or the log files have been full.
+void Output::resume() {
+  if (stall_timer_ && !logs_.is_full()) {
+    loop_.cancel(*stall_timer_);
+    stall_timer_.reset();
+  }
+  for (const auto& [fd, source] : sources_) {
+    if (!is_held_up(source)) watch(fd);
   }
 }
 
@@ -145,10 +148,13 @@ void Output::watch(int fd) {
   loop_.watch(fd, POLLIN, [this, fd](short) {
     if (!read_once(fd)) return;
     const auto found = sources_.find(fd);
-    if (found != sources_.end() &&
-        streams_[static_cast<std::size_t>(found->second.stream)].is_full()) {
-      loop_.forget(fd);
-    }
+    if (found == sources_.end() || !is_held_up(found->second)) return;
+    loop_.forget(fd);
+    if (stall_timer_ || !logs_.is_full()) return;
+    stall_timer_ = loop_.after(kStall, [this] {
+      say(text::format("the log files in {} have taken nothing for {} s: the ranks wait for them",
+                       options_.log_dir, kStall.count()));
+    });
   });
 }
 
@@ -183,19 +189,8 @@ void Output::line(const Source& source, std::string_view text, LineCutter::End e
     if (rank.last.size() == kKept) rank.last.pop_front();
     rank.last.emplace_back(kept.substr(0, kKeptBytes));
   }
-  if (rank.log) {
-    const std::string whole = text::format("{}{}", text, mark);
-    for (std::size_t at = 0; at < whole.size();) {
-      const ssize_t count = ::write(rank.log.get(), whole.data() + at, whole.size() - at);
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0) {
-        say(text::format("cannot write the log file of rank {} any more: {}", source.rank,
-                         std::strerror(errno)));
-        rank.log.reset();
-        break;
-      }
-      at += static_cast<std::size_t>(count);
-    }
+  if (const auto log = log_of_.find(source.rank); log != log_of_.end() && log->second >= 0) {
+    logs_.write(log->second, text::format("{}{}", text, mark));
   }
   if (options_.only_rank && *options_.only_rank != source.rank) return;
   Printer& stream = streams_[static_cast<std::size_t>(source.stream)];
@@ -226,24 +221,25 @@ void Output::close(int fd) {
   fds_.erase(fd);
 }
 
+// What a pipe holds: a child of the rank may go on writing. A full stream keeps it in memory.
+void Output::read_rest(int fd) {
+  constexpr int kReads = 64;
+  for (int i = 0; i < kReads && read_once(fd); ++i) {
+  }
+}
+
 void Output::catch_up(int rank) {
-  constexpr int kReads = 64;  // a pipe's worth; a child of the rank may go on writing
   std::vector<int> fds;
   for (const auto& [fd, source] : sources_) {
     if (source.rank == rank) fds.push_back(fd);
   }
-  for (const int fd : fds) {
-    for (int i = 0; i < kReads && read_once(fd); ++i) {
-    }
-  }
+  for (const int fd : fds) read_rest(fd);
 }
 
 void Output::end() {
   while (!sources_.empty()) {
     const int fd = sources_.begin()->first;
-    while (read_once(fd)) {
-      // What a full stream cannot take now is kept in memory: a pipe holds little.
-    }
+    read_rest(fd);
     if (sources_.contains(fd)) close(fd);  // somebody who cannot be killed has it open
   }
 }

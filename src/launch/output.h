@@ -2,8 +2,8 @@
 //
 // A rank's standard output and error come through pipes. Whole lines go to the launcher's own
 // stream, with the rank in front, and to the rank's log file; the last ones are kept for the report
-// of a failure. Nothing here waits: if the launcher's own stream is held up, the ranks' pipes are
-// not read, so the ranks wait, and the launcher goes on watching them.
+// of a failure. Nothing here waits: if the launcher's own stream or the log files are held up, the
+// ranks' pipes are not read, so the ranks wait, and the launcher goes on watching them.
 #pragma once
 
 #include <array>
@@ -17,37 +17,28 @@
 
 #include "base/posix.h"
 #include "launch/event_loop.h"
+#include "launch/writer.h"
 
 namespace lockstep {
 
 // One of the launcher's own streams.
 class Printer {
  public:
-  Printer(EventLoop& loop, int fd);
-  ~Printer();
-  Printer(const Printer&) = delete;
-  Printer& operator=(const Printer&) = delete;
+  // `has_room` is called when the stream, after having been full, takes more.
+  Printer(EventLoop& loop, int fd, std::function<void()> has_room);
 
   void write(std::string_view text);
-  bool is_full() const { return pending_.size() - written_ >= kFullBytes; }
-  bool is_empty() const { return fd_ < 0 || pending_.empty(); }
+  bool is_full() const { return writer_.is_full(); }
+  bool is_empty() const { return writer_.is_empty(); }
   bool is_terminal() const { return is_terminal_; }
   int columns() const;  // of a terminal
-  // Called when the stream, after having been full, takes more.
-  void on_room(std::function<void()> call) { on_room_ = std::move(call); }
 
  private:
-  static constexpr std::size_t kFullBytes = 1 << 20;
-
-  void write_some();
-
-  EventLoop& loop_;
   int fd_;
   bool is_terminal_;
-  Fd own_;  // of a terminal: writing to it never waits
-  std::string pending_;
-  std::size_t written_ = 0;  // of pending_
-  std::function<void()> on_room_;
+  bool has_reader_ = true;
+  int file_ = -1;  // -1: nothing was written yet
+  Writer writer_;
 };
 
 // Cuts a stream into lines. A line longer than kLongest is cut into several: memory is bounded.
@@ -76,12 +67,18 @@ struct OutputOptions {
 class Output {
  public:
   Output(EventLoop& loop, OutputOptions options);
+  // Called if a log file cannot be opened.
+  void on_log_failure(std::function<void(const std::string& why)> call) {
+    on_log_failure_ = std::move(call);
+  }
 
-  Printer& out() { return streams_[0]; }
   Printer& err() { return streams_[1]; }
+  // Whether all is written, to streams and log files.
+  bool is_empty() const;
 
-  // Makes the log files and forgets the lines before. `world_size` is for the width of numbers.
-  void begin(int first_rank, int num_ranks, int world_size, int generation);
+  // Makes log files that are not there yet and forgets the lines before. `world_size` is for the
+  // width of numbers.
+  void begin(int first_rank, int num_ranks, int world_size);
   int prefix_width() const { return static_cast<int>(ranks_.begin()->second.prefix.size()); }
   // Reads `out` and `err` from now on, until both end.
   void attach(int rank, Fd out, Fd err);
@@ -105,12 +102,15 @@ class Output {
   };
   struct Rank {
     std::string prefix;
-    Fd log;
     std::deque<std::string> last;
     std::string bar;  // as it was drawn last
   };
 
   void watch(int fd);
+  void resume();
+  bool is_held_up(const Source& source) const;
+  void on_log_problem(int file, bool is_open, const std::string& why);
+  void read_rest(int fd);
   bool read_once(int fd);
   void line(const Source& source, std::string_view text, LineCutter::End end);
   void close(int fd);
@@ -121,6 +121,10 @@ class Output {
   std::map<int, Source> sources_;  // by descriptor
   std::map<int, Fd> fds_;
   std::map<int, Rank> ranks_;
+  Writer logs_;
+  std::map<int, int> log_of_;  // the number of a rank's file; -1: it takes no more
+  std::optional<EventLoop::Timer> stall_timer_;
+  std::function<void(const std::string&)> on_log_failure_ = [](const std::string&) {};
 };
 
 }  // namespace lockstep

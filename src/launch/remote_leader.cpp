@@ -29,14 +29,32 @@ RemoteLeader::~RemoteLeader() {
 }
 
 void RemoteLeader::connect() {
-  Fd socket;
-  try {
-    socket = start_connecting(options_.master_host, options_.master_port, num_attempts_++);
-    if (!socket) last_reason_ = std::strerror(errno);
-  } catch (const Error& error) {  // its name may be known in a moment: pods come up in any order
-    last_reason_ = error.message();
-  }
-  if (!socket) return;
+  struct Attempt {
+    Fd socket;
+    std::string reason;
+  };
+  const auto attempt = std::make_shared<Attempt>();
+  is_resolving_ = true;
+  loop_.run_aside(
+      [attempt, host = options_.master_host, port = options_.master_port, n = num_attempts_++] {
+        try {
+          attempt->socket = start_connecting(host, port, n);
+          if (!attempt->socket) attempt->reason = std::strerror(errno);
+        } catch (const Error& error) {  // it may be known in a moment: pods come up in any order
+          attempt->reason = error.message();
+        }
+      },
+      [this, attempt] {
+        is_resolving_ = false;
+        if (!attempt->socket) {
+          last_reason_ = attempt->reason;
+        } else if (!lost_ && !host_.exit_code()) {
+          on_socket(std::move(attempt->socket));
+        }
+      });
+}
+
+void RemoteLeader::on_socket(Fd socket) {
   connection_ =
       Connection::make(loop_, std::move(socket), &tls_, false,
                        {.opened =
@@ -114,9 +132,10 @@ void RemoteLeader::fail(const std::string& text, int code) {
 }
 
 void RemoteLeader::report(const StopCause& cause) {
-  host_.stop(cause);  // at once, whatever host 0 says
+  // At once, whatever host 0 says; but a rank that is blamed, perhaps one of these, may end first.
+  if (cause.blamed_rank < 0) host_.stop(cause);
   if (lost_) return;
-  if (!reported_) reported_ = cause;
+  if (!reported_ || reported_->blamed_rank >= 0) reported_ = cause;
   if (connection_ && connection_->is_open() && has_joined_) {
     connection_->send({{"type", "cause"}, {"cause", cause}});
   } else if (!has_started_) {
@@ -166,6 +185,7 @@ void RemoteLeader::look_around() {
                              options_.master_port, last_reason_.empty() ? "" : ": ", last_reason_));
   }
   // One that neither fails nor opens is tried anew as well: packets may have been dropped.
+  if (is_resolving_) return;
   if (!is_open || EventLoop::Clock::now() - connection_->last_heard() > kProofDeadline) connect();
 }
 

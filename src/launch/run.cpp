@@ -5,6 +5,7 @@
 
 #include <csignal>
 #include <memory>
+#include <utility>
 
 #include "base/text.h"
 #include "launch/coordinator.h"
@@ -15,6 +16,7 @@ namespace lockstep {
 namespace {
 
 constexpr auto kGoodbye = std::chrono::seconds(3);  // for other hosts to hear of the end
+constexpr auto kReading = std::chrono::seconds(5);  // for readers, once told to stop
 
 }  // namespace
 
@@ -68,9 +70,10 @@ int run(const RunOptions& options) {
   while (coordinator && !coordinator->is_alone() && EventLoop::Clock::now() < goodbye) {
     loop.run_once(std::chrono::milliseconds(100));
   }
-  // As long as somebody reads, what the ranks have said is shown to the end.
-  is_interrupted = false;
-  while (!is_interrupted && !(output.out().is_empty() && output.err().is_empty())) loop.run_once();
+  // As long as somebody reads, what the ranks have said is shown to the end; but who has told the
+  // job to stop does not wait long for a reader, or a log file.
+  if (std::exchange(is_interrupted, false)) loop.after(kReading, [&] { is_interrupted = true; });
+  while (!is_interrupted && !output.is_empty()) loop.run_once();
   return *host.exit_code();
 }
 

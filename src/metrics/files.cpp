@@ -1,5 +1,6 @@
 // Files for plots. Lines and events are flushed one by one: a run that dies has them all.
 
+#include <fcntl.h>
 #include <lockstep/metrics.h>
 #include <unistd.h>
 
@@ -22,12 +23,15 @@ double seconds_since_1970() {
 
 std::shared_ptr<std::FILE> open_for_appending(const std::string& path) {
   std::error_code ignored;  // what is wrong, opening says
-  std::filesystem::create_directories(std::filesystem::absolute(path).parent_path(), ignored);
-  std::FILE* const file = std::fopen(path.c_str(), "ae");
+  const std::filesystem::path folder = std::filesystem::absolute(path).parent_path();
+  std::filesystem::create_directories(folder, ignored);
+  Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, mode_in(folder, 0666)));
+  std::FILE* const file = fd ? ::fdopen(fd.get(), "a") : nullptr;
   if (file == nullptr) {
     throw_errno(text::format("cannot write {}", path),
                 "Give a folder that this user may write to.");
   }
+  fd.release();  // fclose() closes it
   return {file, std::fclose};
 }
 

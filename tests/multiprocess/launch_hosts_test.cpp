@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <thread>
+#include <tuple>
 
 #include "base/posix.h"
 #include "base/socket.h"
@@ -120,6 +121,22 @@ TEST(Hosts, OneThatFailsStopsAllAndAllSayWhoBeganIt) {
     EXPECT_TRUE(has(job->err(), "exited with code 9")) << job->err();
     EXPECT_TRUE(has(job->err(), "\n    the reason\n")) << job->err();
     EXPECT_TRUE(job->processes().empty());
+  }
+}
+
+// The rank that failed first is of another host than the one that ended first.
+TEST(Hosts, TheFirstCauseIsNamedWhereverItIs) {
+  for (const auto& [first, host, told] :
+       {std::tuple(0, 0, 3), std::tuple(2, 1, 3), std::tuple(3, 1, 1)}) {
+    auto jobs = start_hosts(
+        {.port = some_port(),
+         .script = {text::format("@{} told {}", told, first), text::format("@{} sleep 1", first),
+                    text::format("@{} exit 9", first), "sleep 600"}});
+    for (const auto& job : jobs) {
+      EXPECT_EQ(job->wait().code, 9) << job->err();
+      EXPECT_TRUE(has(job->err(), text::format("lockstep: rank {} of host {} (", first, host)))
+          << job->err();
+    }
   }
 }
 

@@ -3,12 +3,14 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <set>
 #include <sstream>
 #include <thread>
 
@@ -138,7 +140,7 @@ TEST(Launch, RanksGetTheirShareOfCores) {
 }
 
 TEST(Launch, RanksInheritNothingElse) {
-  int expected = 4;                    // standard streams, and the store
+  int expected = 5;                    // standard streams, the store, and the blames
   for (int fd = 3; fd < 1024; ++fd) {  // what whoever runs the tests passes on to everybody
     const int flags = ::fcntl(fd, F_GETFD);
     expected += flags >= 0 && (flags & FD_CLOEXEC) == 0 ? 1 : 0;
@@ -196,6 +198,144 @@ TEST(Launch, OnlyOneRankIsShownAndAllAreLogged) {
               (std::vector<std::string>{text::format("RANK={}", rank), "said"}));
   }
   std::filesystem::remove_all(folder);
+}
+
+mode_t mode_of(const std::string& path) {
+  struct stat status {};
+  EXPECT_EQ(::stat(path.c_str(), &status), 0) << path;
+  return status.st_mode & 0777;
+}
+
+TEST(Launch, LogFilesAreOpenToThoseToWhomTheirFolderIs) {
+  const std::string folder = testing::TempDir() + text::format("log-modes-{}", ::getpid());
+  const mode_t umask_before = ::umask(022);
+  const auto log = [&](const std::string& into) {
+    EXPECT_EQ(run_job({"run", "-n", "1", "--log-dir", into, "--", "ACTOR", "print hello"}).code, 0);
+    return mode_of(into + "/rank-0.log");
+  };
+  EXPECT_EQ(log(folder + "/made/"), 0600U);
+  EXPECT_EQ(mode_of(folder + "/made"), 0700U);
+  EXPECT_EQ(mode_of(folder), 0755U);
+  EXPECT_EQ(log(folder), 0644U);
+  ::chmod(folder.c_str(), 0750);
+  EXPECT_EQ(log(folder), 0640U);
+  ::umask(umask_before);
+  std::filesystem::remove_all(folder);
+}
+
+// A folder that others may write to: what they have put there is neither followed nor written.
+TEST(Launch, ALogFileIsNeverAnotherFile) {
+  const std::string folder = testing::TempDir() + text::format("log-links-{}", ::getpid());
+  std::filesystem::create_directories(folder);
+  const std::string victim = folder + "/victim";
+  const std::string log = folder + "/rank-0.log";
+  std::ofstream(victim) << "precious";
+  const auto run = [&](const std::string& script) {
+    return run_job({"run", "-n", "1", "--log-dir", folder, "--", "ACTOR", "print hello", script});
+  };
+  const auto make = [&](const std::string& kind) {
+    std::filesystem::remove(log);
+    if (kind == "link") std::filesystem::create_symlink(victim, log);
+    if (kind == "lost link") std::filesystem::create_symlink(folder + "/nowhere", log);
+    if (kind == "fifo") {
+      ASSERT_EQ(::mkfifo(log.c_str(), 0666), 0);
+    }
+    if (kind == "second name") std::filesystem::create_hard_link(victim, log);
+  };
+  for (const char* kind : {"link", "lost link", "fifo"}) {
+    for (const char* script : {"sleep 600", "exit 0"}) {  // seen while it runs, and too late
+      make(kind);
+      const JobResult result = run(script);
+      EXPECT_EQ(result.code, 126) << kind << result.err;
+      EXPECT_TRUE(has(result.err, "rank-0.log: it is there already, and is no regular file"))
+          << kind << result.err;
+    }
+  }
+  make("second name");
+  EXPECT_EQ(run("exit 0").code, 0);
+  EXPECT_EQ(read_small_file(log), "hello\n");
+  EXPECT_EQ(read_small_file(victim), "precious");
+  EXPECT_FALSE(std::filesystem::exists(folder + "/nowhere"));
+  // What an earlier job has left is replaced; a later generation goes on in the same file.
+  const JobResult twice =
+      run_job({"run", "-n", "1", "--max-restarts", "1", "--log-dir", folder, "--", "ACTOR",
+               "env TORCHELASTIC_RESTART_COUNT", "@gen0 exit 1"});
+  EXPECT_EQ(twice.code, 0) << twice.err;
+  EXPECT_EQ(read_small_file(log), "TORCHELASTIC_RESTART_COUNT=0\nTORCHELASTIC_RESTART_COUNT=1\n");
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Launch, ManyRanksHaveEnoughOpenFilesAndTheirOwnLimit) {
+  const JobResult result = run_job(
+      {"run", "-n", "1", "--", "bash", "-c",
+       text::format("ulimit -S -n 50; {} run -n 40 -- bash -c 'ulimit -S -n'", LOCKSTEP_PROGRAM)});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_TRUE(has(result.out, "[39] 50\n")) << result.out;
+}
+
+// While one rank is a zombie, so that others can see how it ended.
+TEST(Launch, OrphansDoNotStayZombies) {
+  Job job({"run", "-n", "2", "--", "ACTOR", "@1 exit 0", "sleep 1", "orphans 50", "print ready",
+           "sleep 600"});
+  job.wait_for_output("ready");
+  std::set<pid_t> launcher = {job.pid()};
+  const auto num_zombies = [&] {
+    int count = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+      const std::string name = entry.path().filename();
+      if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+      const auto pid = static_cast<pid_t>(std::stol(name));
+      const pid_t parent = parent_of(pid);
+      if (parent == job.pid()) launcher.insert(pid);
+      const bool is_zombie = describe_end(find_process(pid)) != "has ended";
+      count += is_zombie && launcher.contains(parent) ? 1 : 0;
+    }
+    return count;
+  };
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  std::this_thread::sleep_for(std::chrono::seconds(1));  // they have ended
+  while (num_zombies() != 1 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(milliseconds(50));
+  }
+  EXPECT_EQ(num_zombies(), 1);  // the rank
+}
+
+TEST(Launch, TheFirstCauseIsNamedNotTheFirstEnd) {
+  const JobResult result = run_job({"run", "-n", "3", "--", "ACTOR", "@1 told 0", "@2 told 0",
+                                    "sleep 1", "error the reason", "exit 3"});
+  EXPECT_EQ(result.code, 3) << result.err;
+  const std::size_t report = result.err.find("lockstep: rank 0 (pid ");
+  ASSERT_NE(report, std::string::npos) << result.err;
+  const std::string text = result.err.substr(report);
+  EXPECT_TRUE(has(text, "exited with code 3 after ")) << text;
+  EXPECT_TRUE(has(text, "\n    the reason\n")) << text;
+  // One that fails by itself is the cause, whoever is blamed.
+  const JobResult other = run_job(
+      {"run", "-n", "3", "--", "ACTOR", "@1 told 0", "@2 sleep 1", "@2 exit 4", "sleep 600"});
+  EXPECT_EQ(other.code, 4) << other.err;
+  EXPECT_TRUE(has(other.err, "lockstep: rank 2 (pid ")) << other.err;
+}
+
+// One that is blamed and goes on, or left without a failure: then who failed is the cause.
+TEST(Launch, ARankThatIsBlamedMustFail) {
+  const JobResult goes_on =
+      run_job({"run", "-n", "2", "--", "ACTOR", "@1 told 0", "catch 15 0", "sleep 600"});
+  EXPECT_EQ(goes_on.code, 134) << goes_on.err;
+  EXPECT_TRUE(has(goes_on.err, "lockstep: rank 1 (pid ")) << goes_on.err;
+  EXPECT_TRUE(has(goes_on.err, "Because rank 0: the first cause")) << goes_on.err;
+  const JobResult left =
+      run_job({"run", "-n", "2", "--", "ACTOR", "@0 exit 0", "sleep 1", "told 0"});
+  EXPECT_EQ(left.code, 134) << left.err;
+  EXPECT_TRUE(has(left.err, "lockstep: rank 1 (pid ")) << left.err;
+  // Told to stop meanwhile: the failure came first.
+  Job job({"run", "-n", "2", "--max-restarts", "5", "--", "ACTOR", "@1 told 0", "print ready",
+           "sleep 600"});
+  job.wait_for_output("terminate called");
+  job.wait_for_output("ready");
+  std::this_thread::sleep_for(milliseconds(500));
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.wait().code, 134) << job.err();
+  EXPECT_FALSE(has(job.err(), "restart")) << job.err();
 }
 
 TEST(Launch, AFailureIsReportedAtTheEnd) {

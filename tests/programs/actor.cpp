@@ -5,6 +5,7 @@
 // "@1 " in front: only rank 1 does it; "@gen0 ": only the first generation does.
 
 #include <sched.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -17,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "base/cause.h"
 #include "base/text.h"
 
 namespace {
@@ -57,6 +59,18 @@ void start_daemon() {
   [[maybe_unused]] const ssize_t got = ::read(ends[0], &ready, 1);
 }
 
+// Each is a child of nobody here any more when it ends.
+void start_orphans(int count) {
+  for (int i = 0; i < count; ++i) {
+    const pid_t parent = ::fork();
+    if (parent == 0) {
+      if (::fork() == 0) sleep_for(0.1);
+      ::_exit(0);
+    }
+    ::waitpid(parent, nullptr, 0);
+  }
+}
+
 void act(const std::string& what, const std::string& argument) {
   const auto number = [&] { return std::atof(argument.c_str()); };
   if (what == "print") {
@@ -87,6 +101,13 @@ void act(const std::string& what, const std::string& argument) {
     std::cout << "caught " << argument << std::endl;
   } else if (what == "daemon") {
     start_daemon();
+  } else if (what == "orphans") {
+    start_orphans(static_cast<int>(number()));
+  } else if (what == "told") {  // "told 0": throws what rank 0 has thrown, as on_rank0 does
+    lockstep::throw_cause({.kind = lockstep::ErrorKind::kUsage,
+                           .rank = static_cast<int>(number()),
+                           .message = "the first cause"},
+                          {.rank = std::atoi(variable("RANK").c_str()), .operation = "on_rank0"});
   } else if (what == "env") {
     std::cout << argument << "=" << variable(argument.c_str()) << std::endl;
   } else if (what == "pid") {

@@ -109,9 +109,9 @@ TEST_F(Folder, WhatIsMissingOrShortIsNamed) {
 }
 
 TEST_F(Folder, WhatMayNotBeReadIsNamed) {
+  fs::permissions(path_, fs::perms::all);
   const CheckpointFolder folder(path_);
   const std::string checkpoint = commit(folder, 0, 7);
-  fs::permissions(path_, fs::perms::all);
   ASSERT_EQ(::chmod((checkpoint + "/state.json").c_str(), 0), 0);
   constexpr uid_t kNobody = 65534;
   const uid_t me = ::geteuid();
@@ -123,6 +123,34 @@ TEST_F(Folder, WhatMayNotBeReadIsNamed) {
     ASSERT_EQ(::seteuid(me), 0);
   }
   EXPECT_NE(damage.find("/state.json: Permission denied"), std::string::npos) << damage;
+}
+
+// What is in a private folder is private wherever it is moved or copied to.
+TEST_F(Folder, FilesAreOpenToThoseToWhomTheFolderIs) {
+  const mode_t umask_before = ::umask(022);
+  const auto mode = [](const std::string& path) {
+    struct stat status {};
+    EXPECT_EQ(::stat(path.c_str(), &status), 0) << path;
+    return status.st_mode & 0777;
+  };
+  for (const mode_t folder_mode : {0700, 0750, 0755, 0777, 0711}) {
+    const std::string path = path_ + "/" + std::to_string(folder_mode);
+    ASSERT_EQ(::mkdir(path.c_str(), 0700), 0);
+    ASSERT_EQ(::chmod(path.c_str(), folder_mode), 0);
+    const CheckpointFolder folder(path);
+    const std::string checkpoint = commit(folder, 0, 7);
+    EXPECT_EQ(mode(checkpoint), folder_mode & 0755) << folder_mode;
+    for (const char* file : {"/state.json", "/tensors-0-of-1.safetensors", "/manifest.json"}) {
+      EXPECT_EQ(mode(checkpoint + file), folder_mode & 0644) << folder_mode;
+    }
+    EXPECT_EQ(mode(path + "/.lock"), folder_mode & 0644) << folder_mode;
+  }
+  // One that is made belongs to this user alone.
+  const CheckpointFolder made(path_ + "/runs/made/");
+  EXPECT_EQ(mode(path_ + "/runs"), 0755U);
+  EXPECT_EQ(mode(path_ + "/runs/made"), 0700U);
+  EXPECT_EQ(mode(commit(made, 0, 7) + "/state.json"), 0600U);
+  ::umask(umask_before);
 }
 
 TEST_F(Folder, OrphansGoAndOldOnesGo) {

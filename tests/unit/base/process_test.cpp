@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -70,6 +71,41 @@ TEST(Process, GetsVariablesDescriptorsAndOutput) {
   char buffer[16] = {};
   EXPECT_EQ(::read(pipe.read_end.get(), buffer, sizeof buffer), 4);
   EXPECT_STREQ(buffer, "here");
+}
+
+// A child that cannot end keeps its own: they are killed all the same.
+TEST(Process, DescendantsOfTheLivingAreFoundAndKilled) {
+  Pipe pipe = make_pipe();
+  const pid_t parent = spawn(
+      {.arguments = {"sh", "-c", "sleep 600 & echo $!; wait"}, .stdout_fd = pipe.write_end.get()});
+  const pid_t other = spawn(
+      {.arguments = {"sh", "-c", "sleep 600 & echo $!; wait"}, .stdout_fd = pipe.write_end.get()});
+  std::string text;
+  while (std::ranges::count(text, '\n') < 2) {
+    char buffer[64];
+    const ssize_t count = ::read(pipe.read_end.get(), buffer, sizeof buffer);
+    ASSERT_GT(count, 0);
+    text.append(buffer, static_cast<std::size_t>(count));
+  }
+  EXPECT_EQ(living_descendants().size(), 4U);
+  const auto found = living_descendants({other});
+  EXPECT_EQ(found.size(), 2U);
+  EXPECT_TRUE(found.contains(parent));
+  ::kill(parent, SIGSTOP);
+  std::set<pid_t> spared = {other};
+  kill_children_once(spared);
+  EXPECT_TRUE(kill_all_children(std::chrono::seconds(60), spared));
+  EXPECT_TRUE(living_descendants({other}).empty());
+  EXPECT_EQ(living_descendants().size(), 2U);
+  EXPECT_TRUE(kill_all_children(std::chrono::seconds(60)));
+  EXPECT_FALSE(has_children());
+}
+
+// As /proc has them of processes that end while they are read.
+TEST(Process, WhatCannotBeReadIsEmpty) {
+  EXPECT_EQ(read_small_file("/no/such/file"), "");
+  EXPECT_EQ(read_small_file("/proc/self"), "");  // opens, and cannot be read: a folder
+  EXPECT_TRUE(read_small_file("/proc/self/stat").starts_with(std::to_string(::getpid())));
 }
 
 TEST(Process, OtherDescriptorsStayHere) {

@@ -47,6 +47,32 @@ TEST(Cores, ReadsCoresNodesAndGpus) {
   EXPECT_EQ(machine.cpus.size(), 2U);
 }
 
+// As CUDA counts them: up to the first that is not there.
+TEST(Cores, OnlyVisibleGpusCount) {
+  FakeSystem system = two_sockets();
+  for (const char* device : {"0", "1", "2", "3", "ctl", "-uvm"}) {
+    system.write(std::string("/dev/nvidia") + device, "");
+  }
+  for (const auto& [visible, ranks] :
+       std::vector<std::pair<std::string, int>>{{"0", 1},
+                                                {"2,3", 2},
+                                                {"3, 1 ,0", 3},
+                                                {"0,1,-1,2", 2},
+                                                {"1,4,2", 1},
+                                                {"GPU-8932f937,GPU-1", 2},
+                                                {"MIG-41b8", 1},
+                                                {"0,1,2,3", 4}}) {
+    EXPECT_EQ(ranks_for(read_machine(system.root(), all_16(), visible)), ranks) << visible;
+  }
+  // None: a rank for each core.
+  for (const char* visible : {"", "-1", "NoDevFiles"}) {
+    EXPECT_EQ(read_machine(system.root(), all_16(), visible).num_gpus, 0) << visible;
+    EXPECT_EQ(ranks_for(read_machine(system.root(), all_16(), visible)), 8) << visible;
+  }
+  const FakeSystem none = two_sockets();
+  EXPECT_EQ(ranks_for(read_machine(none.root(), all_16(), "0,GPU-8932f937")), 8);
+}
+
 TEST(Cores, RanksGetWholeCoresOfOneNode) {
   const FakeSystem system = two_sockets();
   const Machine machine = read_machine(system.root(), all_16());

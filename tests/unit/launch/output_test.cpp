@@ -1,7 +1,12 @@
 #include "launch/output.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <lockstep/error.h>
 #include <unistd.h>
+
+#include <csignal>
+#include <future>
 
 namespace lockstep {
 namespace {
@@ -59,10 +64,9 @@ TEST(LineCutter, AnEndlessLineIsCut) {
 TEST(Printer, NeverWaitsForAReaderAndLosesNothing) {
   EventLoop loop;
   Pipe pipe = make_pipe();
-  Printer printer(loop, pipe.write_end.get());
   std::string expected;
   bool has_room = false;
-  printer.on_room([&] { has_room = true; });
+  Printer printer(loop, pipe.write_end.get(), [&] { has_room = true; });
   while (!printer.is_full()) {  // far more than a pipe holds
     const std::string line = "line " + std::to_string(expected.size()) + "\n";
     printer.write(line);
@@ -84,12 +88,49 @@ TEST(Printer, GoesOnWithoutAReader) {
   ::signal(SIGPIPE, SIG_IGN);
   EventLoop loop;
   Pipe pipe = make_pipe();
-  Printer printer(loop, pipe.write_end.get());
+  Printer printer(loop, pipe.write_end.get(), [] {});
   pipe.read_end.reset();
   printer.write("nobody hears this\n");
-  EXPECT_TRUE(printer.is_empty());
+  while (!printer.is_empty()) loop.run_once();
   printer.write("nor this\n");
-  EXPECT_FALSE(printer.is_full());
+  EXPECT_TRUE(printer.is_empty());
+}
+
+TEST(Writer, AFileThatHangsHoldsUpNobody) {
+  EventLoop loop;
+  const auto release = std::make_shared<std::promise<void>>();  // the thread may outlive the test
+  std::vector<std::string> problems;
+  Writer writer(loop, {.failed = [&](int file, bool is_open, const std::string& why) {
+                  problems.push_back(std::to_string(file) + (is_open ? " open " : " ") + why);
+                }});
+  const int hanging = writer.add([release]() -> Fd {
+    release->get_future().wait();
+    throw_error(ErrorKind::kSystem, {}, "gone");
+  });
+  Pipe pipe = make_pipe();
+  const int good = writer.add([fd = pipe.write_end.release()] { return Fd(fd); });
+  while (!writer.is_full()) {
+    writer.write(hanging, std::string(1000, 'x'));
+    writer.write(good, "y");
+  }
+  loop.run_once(std::chrono::milliseconds(50));
+  EXPECT_TRUE(writer.is_full());
+  EXPECT_TRUE(problems.empty());
+  release->set_value();
+  while (!writer.is_empty()) loop.run_once();
+  EXPECT_EQ(problems, (std::vector<std::string>{std::to_string(hanging) + " gone"}));
+  char byte = 0;
+  EXPECT_EQ(::read(pipe.read_end.get(), &byte, 1), 1);
+  EXPECT_EQ(byte, 'y');
+}
+
+// One that cannot be killed has the pipe, and goes on writing.
+TEST(Output, TheEndDoesNotWaitForAWriterThatNeverStops) {
+  EventLoop loop;
+  Output output(loop, {.only_rank = 1});
+  output.begin(0, 1, 2);
+  output.attach(0, Fd(::open("/dev/zero", O_RDONLY | O_CLOEXEC)), make_pipe().read_end);
+  output.end();
 }
 
 }  // namespace
