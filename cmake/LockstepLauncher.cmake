@@ -14,7 +14,7 @@ if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args cbor connection coordinator cores doctor event_loop guard host inspect key_value output remote_leader
+foreach(source args cbor connection coordinator cores doctor door event_loop guard hello host inspect key_value output remote_leader
         run tls)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()

@@ -66,7 +66,7 @@ std::map<std::string, std::string> place_variables(const RunOptions& options,
                        .master_host = options.num_hosts == 1 ? "127.0.0.1" : options.master_host,
                        .master_port = master_port,
                        .restart = generation.number,
-                       .max_restarts = options.max_restarts});
+                       .max_restarts = generation.max_restarts});
 }
 
 Host::Host(EventLoop& loop, Output& output, const RunOptions& options)
@@ -121,6 +121,9 @@ void Host::start_rank(int local_rank, const Share& share) {
   if (output_.err().is_terminal()) {  // progress bars may draw, beside the rank's number
     const int columns = output_.err().columns() - output_.prefix_width();
     command.variables["LOCKSTEP_TERMINAL"] = std::to_string(columns);
+  }
+  if (options_.num_hosts > 1) {  // for the ranks' own connections between hosts
+    command.variables["LOCKSTEP_LOST_AFTER"] = std::to_string(options_.lost_after.count());
   }
   if (!Environment::of_process().has("OMP_NUM_THREADS")) {
     command.variables["OMP_NUM_THREADS"] = std::to_string(share.threads);
@@ -307,17 +310,23 @@ std::string Host::describe(const StopCause& cause) const {
   } else {
     text = text::format("the launcher{} {}", where, cause.text);
   }
-  text += "." + (cause.advice.empty() ? "" : " " + cause.advice);
+  if (!text.ends_with('.')) text += ".";
+  if (!cause.advice.empty()) text += " " + cause.advice;
   if (!cause.last_lines.empty()) {
     text += text::format("\n  The last lines of rank {}:\n    {}", cause.rank,
                          text::join(cause.last_lines, "\n    "));
   }
-  // Ranks that ended by themselves, each with what it said last.
+  // Ranks that ended by themselves, each with what it said last. Who throws what nobody catches
+  // ends by a signal as well, but by none that a launcher sends.
+  const auto was_stopped = [&](const ExitStatus& end) {
+    return end.signal == SIGTERM || end.signal == SIGKILL ||
+           (end.signal != 0 && end.signal == cause.signal);
+  };
   constexpr int kShown = 4;
   constexpr std::size_t kShownLines = 3;
   int others = 0;
   for (const Rank& rank : ranks_) {
-    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || rank.end->signal != 0 ||
+    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || was_stopped(*rank.end) ||
         rank.number == cause.rank) {
       continue;
     }
@@ -334,7 +343,7 @@ std::string Host::describe(const StopCause& cause) const {
 
 void Host::restart_in(std::chrono::milliseconds delay, int restart, const StopCause& cause) {
   output_.say(text::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(cause), restart,
-                           options_.max_restarts, std::chrono::duration<double>(delay).count()));
+                           generation_.max_restarts, std::chrono::duration<double>(delay).count()));
 }
 
 void Host::finish(const std::optional<StopCause>& cause) {

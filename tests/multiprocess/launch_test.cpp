@@ -215,6 +215,18 @@ TEST(Launch, AFailureIsReportedAtTheEnd) {
   EXPECT_TRUE(text.ends_with("lockstep: exit code 3\n")) << text;
 }
 
+// A program that catches no exception ends by SIGABRT, which no launcher sends.
+TEST(Launch, WhatARankSaidBeforeItAbortedIsInTheReport) {
+  const JobResult result =
+      run_job({"run", "-n", "2", "--", "ACTOR", "@0 ignore 15", "@1 sleep 1", "@1 exit 3",
+               "@0 sleep 2", "@0 error its own reason", "@0 raise 6"});
+  EXPECT_EQ(result.code, 3);
+  EXPECT_TRUE(has(result.err,
+                  "Because of it:\n    rank 0 was killed by signal 6 (Aborted)\n      "
+                  "its own reason\n"))
+      << result.err;
+}
+
 TEST(Launch, ASignalIsNamed) {
   const JobResult killed = run_job({"run", "-n", "2", "--", "ACTOR", "@0 raise 9", "sleep 60"});
   EXPECT_EQ(killed.code, 137);
