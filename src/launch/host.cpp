@@ -36,6 +36,15 @@ int free_port() {
   return ntohs(address.sin_port);
 }
 
+// Where a rank's own error begins, among the last lines that it has said; their number if there is
+// none. error.cpp writes it.
+std::size_t find_error(const std::vector<std::string>& lines) {
+  const auto is_head = [](const std::string& line) {
+    return line.find("lockstep error on rank ") != std::string::npos;
+  };
+  return static_cast<std::size_t>(std::ranges::find_if(lines, is_head) - lines.begin());
+}
+
 std::string advice_for(const ExitStatus& status) {
   switch (status.signal) {
     case SIGKILL:
@@ -316,26 +325,32 @@ std::string Host::describe(const StopCause& cause) const {
     text += text::format("\n  The last lines of rank {}:\n    {}", cause.rank,
                          text::join(cause.last_lines, "\n    "));
   }
-  // Ranks that ended by themselves, each with what it said last. Who throws what nobody catches
-  // ends by a signal as well, but by none that a launcher sends.
+  // Ranks that failed as well, each with what it said last. Who throws what nobody catches ends by
+  // a signal, but by none that a launcher sends; and one that was stopped may have failed before.
   const auto was_stopped = [&](const ExitStatus& end) {
     return end.signal == SIGTERM || end.signal == SIGKILL ||
            (end.signal != 0 && end.signal == cause.signal);
   };
   constexpr int kShown = 4;
   constexpr std::size_t kShownLines = 3;
+  constexpr std::size_t kErrorLines = 6;
   int others = 0;
   for (const Rank& rank : ranks_) {
-    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || was_stopped(*rank.end) ||
-        rank.number == cause.rank) {
+    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || rank.number == cause.rank) {
       continue;
     }
+    const auto lines = output_.last_lines(rank.number);
+    const std::size_t error = find_error(lines);
+    const bool has_error = error < lines.size();
+    if (was_stopped(*rank.end) && !has_error) continue;
     if (++others > kShown) continue;
     if (others == 1) text += "\n  Because of it:";
     text += text::format("\n    rank {} {}", rank.number, rank.end->text());
-    const auto lines = output_.last_lines(rank.number);
-    const std::size_t from = lines.size() < kShownLines ? 0 : lines.size() - kShownLines;
-    for (std::size_t i = from; i < lines.size(); ++i) text += "\n      " + lines[i];
+    const std::size_t from = has_error                    ? error
+                             : lines.size() < kShownLines ? 0
+                                                          : lines.size() - kShownLines;
+    const std::size_t to = has_error ? std::min(lines.size(), error + kErrorLines) : lines.size();
+    for (std::size_t at = from; at < to; ++at) text += "\n      " + lines[at];
   }
   if (others > kShown) text += text::format("\n    and {} more", others - kShown);
   return text;

@@ -367,7 +367,7 @@ TEST(Hosts, TheSecretIsNeededAndItsFileIsPrivate) {
   };
   EXPECT_TRUE(has(refusal({.port = some_port(), .secret = ""}), "need a common secret"));
   for (const std::string& weak : {std::string("short"), std::string("correct horse battery staple"),
-                                 std::string(64, 'a'), std::string(42, 'x') + "yz"}) {
+                                  std::string(64, 'a'), std::string(42, 'x') + "yz"}) {
     EXPECT_TRUE(has(refusal({.port = some_port(), .secret = weak}), "can be guessed")) << weak;
   }
   EXPECT_TRUE(has(refusal({.port = some_port(), .more = {"--secret-file", file}}),

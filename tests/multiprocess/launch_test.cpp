@@ -37,7 +37,7 @@ TEST(Launch, BadArgumentsAreOneSentenceAndExitCode2) {
   const std::string file = testing::TempDir() + "not-executable";
   std::ofstream(file) << "no program";
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{}, "say what to do: run, inspect, doctor or completion"},
+      {{}, "say what to do: run, inspect, doctor, secret or completion"},
       {{"dance"}, "dance"},
       {{"inspect"}, "path"},
       {{"inspect", "a", "b"}, "one path, or --diff and two"},
@@ -225,6 +225,20 @@ TEST(Launch, WhatARankSaidBeforeItAbortedIsInTheReport) {
                   "Because of it:\n    rank 0 was killed by signal 6 (Aborted)\n      "
                   "its own reason\n"))
       << result.err;
+}
+
+// All ranks fail at about the same time: those that are not the first are stopped while they leave.
+TEST(Launch, TheErrorOfARankThatWasStoppedIsInTheReport) {
+  const JobResult result =
+      run_job({"run", "-n", "3", "--", "ACTOR",
+               "@0 error lockstep error on rank 0 (host a), join:", "@0 error   its own reason",
+               "@0 lines 7 20", "@1 sleep 1", "@1 exit 3", "sleep 60"});
+  EXPECT_EQ(result.code, 3);
+  EXPECT_TRUE(has(result.err,
+                  "Because of it:\n    rank 0 was killed by signal 15 (Terminated)\n      lockstep "
+                  "error on rank 0 (host a), join:\n        its own reason\n"))
+      << result.err;
+  EXPECT_FALSE(has(result.err, "rank 2 was killed")) << result.err;  // it only waited
 }
 
 TEST(Launch, ASignalIsNamed) {
