@@ -177,7 +177,7 @@ class Bench {
       Command command;
       command.arguments = hosts_.launcher(host, ranks_);
       command.arguments.insert(command.arguments.end(), rank.begin(), rank.end());
-      command.variables = {{"LOCKSTEP_SECRET", "a secret of the benchmark"},
+      command.variables = {{"LOCKSTEP_SECRET", "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA=="},
                            {"LOCKSTEP_LOG", "warning"},
                            {"OMP_NUM_THREADS", "1"}};
       if (is_python) {

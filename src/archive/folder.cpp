@@ -18,6 +18,7 @@
 #include "base/json.h"
 #include "base/log.h"
 #include "base/posix.h"
+#include "base/printable.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -182,7 +183,7 @@ Manifest read_manifest(const std::string& checkpoint) {
     json.erase("hash");
     if (json.at("format") != kFormat) {
       refuse(text::format("{} has the format {}, this lockstep knows {}.\nUse a newer lockstep.",
-                          path, json.at("format").dump(), kFormat));
+                          path, printable(json.at("format").dump().substr(0, 100)), kFormat));
     }
     if (hash_of(json) != manifest.hash) {
       refuse(text::format("{} was changed after it was written.\nTake another checkpoint.", path));
@@ -192,10 +193,12 @@ Manifest read_manifest(const std::string& checkpoint) {
     manifest.world_size = json.at("world_size");
     manifest.files = json.at("files").get<std::vector<FileRecord>>();
     for (const FileRecord& file : manifest.files) {
-      if (file.name.empty() || file.name.find('/') != std::string::npos) {
+      const std::string shown_name = printable(file.name.substr(0, 255));
+      if (file.name.empty() || file.name.find('/') != std::string::npos ||
+          shown_name != file.name) {
         refuse(
             text::format("{} names '{}', which is not a file beside it.\nTake another checkpoint.",
-                         path, file.name));
+                         path, shown_name));
       }
     }
     return manifest;

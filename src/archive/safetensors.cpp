@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "base/json.h"
+#include "base/printable.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -42,6 +43,9 @@ constexpr std::array<std::pair<std::string_view, int>, 18> kTypes = {{{"BOOL", 1
       {.operation = "reading a checkpoint"},
       text::format("{} is no whole safetensors file: {}.\nTake another copy of it.", file, why));
 }
+
+// A name out of the file, for messages.
+std::string shown(std::string_view name) { return printable(name.substr(0, 100)); }
 
 // Follows the parser through the header, one value at a time: no tree is built, so a header costs
 // no more memory than its entries.
@@ -139,33 +143,32 @@ class Reader : public Json::json_sax_t {
 
   [[noreturn]] void unexpected(const std::string& what) {
     refuse(file_, text::format("its header has {} where there must be none, near '{}'", what,
-                               name_.substr(0, 100)));
+                               shown(name_)));
   }
 
   void finish_entry() {
-    const std::string shown = name_.substr(0, 100);
+    const std::string name = shown(name_);
     if (entry_.dtype.empty() || !has_shape_ || num_offsets_ != 2) {
-      refuse(file_, text::format("'{}' lacks its dtype, shape or data_offsets", shown));
+      refuse(file_, text::format("'{}' lacks its dtype, shape or data_offsets", name));
     }
     const int element = bytes_of_dtype(entry_.dtype);
     if (element == 0) {
-      refuse(file_,
-             text::format("'{}' has the unknown type '{}'", shown, entry_.dtype.substr(0, 100)));
+      refuse(file_, text::format("'{}' has the unknown type '{}'", name, shown(entry_.dtype)));
     }
     std::uint64_t bytes = static_cast<std::uint64_t>(element);
     for (const std::int64_t size : entry_.shape) {
       if (__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes)) {
-        refuse(file_, text::format("'{}' has more elements than there can be", shown));
+        refuse(file_, text::format("'{}' has more elements than there can be", name));
       }
     }
     if (offsets_[1] < offsets_[0] || offsets_[1] - offsets_[0] != bytes) {
-      refuse(file_, text::format("'{}' needs {} bytes, its data_offsets are [{}, {}]", shown, bytes,
+      refuse(file_, text::format("'{}' needs {} bytes, its data_offsets are [{}, {}]", name, bytes,
                                  offsets_[0], offsets_[1]));
     }
     entry_.begin = offsets_[0];
     entry_.bytes = bytes;
     if (!header.tensors.emplace(name_, std::move(entry_)).second) {
-      refuse(file_, text::format("'{}' is there twice", shown));
+      refuse(file_, text::format("'{}' is there twice", name));
     }
   }
 
@@ -220,13 +223,13 @@ TensorHeader parse_header(std::string_view json, std::uint64_t file_bytes,
   std::uint64_t at = 0;
   for (const auto& [begin, name] : places) {
     if (begin != at) {
-      refuse(file, text::format("'{}' begins at {}, but what is before it ends at {}",
-                                name.substr(0, 100), begin, at));
+      refuse(file, text::format("'{}' begins at {}, but what is before it ends at {}", shown(name),
+                                begin, at));
     }
     at += reader.header.tensors.find(std::string(name))->second.bytes;
   }
   for (auto& [name, entry] : reader.header.tensors) {
-    if (entry.begin > at) refuse(file, text::format("'{}' lies outside", name.substr(0, 100)));
+    if (entry.begin > at) refuse(file, text::format("'{}' lies outside", shown(name)));
     entry.begin += data_begin;
   }
   if (data_begin + at != file_bytes) {

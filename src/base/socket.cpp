@@ -1,9 +1,10 @@
 #include "base/socket.h"
 
-#include <arpa/inet.h>
 #include <lockstep/error.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <strings.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -31,14 +32,17 @@ Addresses find_addresses(const std::string& host, int port) {
   return {found, ::freeaddrinfo};
 }
 
-// Whether a name stands for this host's loopback only because of its hosts file (Debian maps the
-// own name to 127.0.1.1): other hosts would not reach it there.
+// With or without its domain.
+bool is_own_name(const std::string& host) {
+  const auto first_label = [](const std::string& name) { return name.substr(0, name.find('.')); };
+  return ::strcasecmp(first_label(host).c_str(), first_label(host_name()).c_str()) == 0;
+}
+
+// Whether this host's name stands for its loopback only because of its hosts file (Debian maps it
+// to 127.0.1.1): other hosts would not reach it there. Who gives any other name of the loopback
+// means it.
 bool is_misleading_loopback(const std::string& host, const sockaddr* address) {
-  in6_addr ignored{};
-  if (host == "localhost" || ::inet_pton(AF_INET, host.c_str(), &ignored) == 1 ||
-      ::inet_pton(AF_INET6, host.c_str(), &ignored) == 1) {
-    return false;
-  }
+  if (host == "localhost" || !is_own_name(host)) return false;
   if (address->sa_family == AF_INET) {
     const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
     return (ntohl(v4->sin_addr.s_addr) >> 24) == IN_LOOPBACKNET;

@@ -13,7 +13,9 @@
 #include <map>
 #include <sstream>
 
+#include "base/env.h"
 #include "base/text.h"
+#include "launch/hello.h"
 
 namespace lockstep {
 namespace {
@@ -34,7 +36,9 @@ struct Typed {
   int only_rank = -1;
   double stop_grace = 10;
   double join_timeout = 300;
-  std::string master;
+  int lost_after = 8;
+  std::optional<std::string> job_id = std::nullopt;
+  std::string master = {};
   bool is_diff = false;
 };
 
@@ -74,8 +78,18 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
   start->add_option("--master", typed.master, "HOST:PORT of host 0, where it listens");
   start->add_option("--secret-file", run.secret_file,
                     "A secret that all hosts share, mode 0600 (else the variable LOCKSTEP_SECRET)");
+  start->add_option("--job-id", typed.job_id,
+                    "What all hosts of this job, and of no other, have in common; by default the "
+                    "scheduler's number of the job");
+  start->add_flag("--any-program", run.may_programs_differ,
+                  "On host 0: the hosts' programs may be different files");
   start->add_option("--join-timeout", typed.join_timeout, "Seconds to wait for all hosts")
       ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str();
+  start
+      ->add_option("--lost-after", typed.lost_after,
+                   "Seconds of silence after which another host is lost")
+      ->check(CLI::Range(4, 86400))  // pings come each second
       ->capture_default_str();
   start->add_flag("--dry-run", run.is_dry, "Print what would be started, and start nothing");
   start->add_flag("-v,--verbose", run.is_verbose, "Say what is started");
@@ -87,6 +101,9 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
       ->required()
       ->expected(1, 2);
   look->add_flag("--diff", typed.is_diff, "Compare two; exit code 1 if they differ");
+  app->add_subcommand("secret", "Make a secret for the launchers of several hosts.")
+      ->add_option("file", invocation.paths, "A new file for it; without it, it is printed")
+      ->expected(0, 1);
   app->add_subcommand("completion",
                       "Print what makes bash complete: source <(lockstep completion)");
   return app;
@@ -152,8 +169,8 @@ void parse_master(const std::string& text, RunOptions& run) {
   run.master_port = port;
 }
 
-// Before anything starts: a typing error is not a failed job.
-void check_program(const std::string& program) {
+// Its path. Before anything starts: a typing error is not a failed job.
+std::string find_program(const std::string& program) {
   std::vector<std::string> places = {program};
   if (program.find('/') == std::string::npos) {
     places.clear();
@@ -172,7 +189,7 @@ void check_program(const std::string& program) {
     } else if (::access(place.c_str(), X_OK) != 0) {
       problem = "it may not be executed (chmod +x)";
     } else {
-      return;
+      return place;
     }
   }
   throw BadArguments(text::format("cannot start '{}': {}", program, problem));
@@ -195,6 +212,8 @@ void complete_run(const Typed& typed, RunOptions& run) {
   run.bind = typed.bind == "none" ? Bind::kNone : typed.bind == "numa" ? Bind::kNuma : Bind::kCore;
   run.stop_grace = std::chrono::milliseconds(static_cast<int>(typed.stop_grace * 1000));
   run.join_timeout = std::chrono::milliseconds(static_cast<int>(typed.join_timeout * 1000));
+  run.lost_after = std::chrono::seconds(typed.lost_after);
+  run.job_id = typed.job_id ? *typed.job_id : scheduler_job_id(Environment::of_process());
   run.output.has_colour = std::getenv("NO_COLOR") == nullptr;
   if (typed.only_rank >= 0) {
     run.output.only_rank = typed.only_rank;
@@ -213,7 +232,7 @@ void complete_run(const Typed& typed, RunOptions& run) {
     }
     parse_master(typed.master, run);
   }
-  check_program(run.command.front());
+  run.program_path = find_program(run.command.front());
   if (!run.output.log_dir.empty()) {
     const std::error_code error = make_log_folder(run.output.log_dir);
     if (error || ::access(run.output.log_dir.c_str(), W_OK) != 0) {
@@ -265,10 +284,12 @@ Invocation parse_arguments(const std::vector<std::string>& arguments) {
       throw BadArguments("inspect takes one path, or --diff and two");
     }
     invocation.verb = Invocation::Verb::kInspect;
+  } else if (app->got_subcommand("secret")) {
+    invocation.verb = Invocation::Verb::kSecret;
   } else if (app->got_subcommand("completion")) {
     invocation.text = completion(*app);
   } else {
-    throw BadArguments("say what to do: run, inspect, doctor or completion");
+    throw BadArguments("say what to do: run, inspect, doctor, secret or completion");
   }
   return invocation;
 }

@@ -16,11 +16,12 @@ struct BadArguments : std::runtime_error {
 };
 
 struct Invocation {
-  enum class Verb { kRun, kDoctor, kInspect, kPrint };
+  enum class Verb { kRun, kDoctor, kInspect, kSecret, kPrint };
   Verb verb = Verb::kPrint;
   RunOptions run = {};
-  std::vector<std::string> paths = {};  // kInspect: one, or two to compare
-  std::string text = {};                // kPrint: help, the version, a completion script
+  // kInspect: one, or two to compare; kSecret: one, or none to print it.
+  std::vector<std::string> paths = {};
+  std::string text = {};  // kPrint: help, the version, a completion script
 };
 
 // `arguments` without the program's own name. Throws BadArguments.

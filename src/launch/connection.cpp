@@ -52,6 +52,25 @@ void Connection::close() {
   socket_.reset();
 }
 
+void Connection::close(const Json& last_message) {
+  if (!is_open()) return;
+  callbacks_.closed = [](const std::string&) {};
+  send(last_message);
+  if (is_ready_) write_some();
+  close();
+}
+
+bool Connection::is_answered() const {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  return is_open() &&
+         ::getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&address), &size) == 0;
+}
+
+bool Connection::has_shown_key() const {
+  return session_ && SSL_session_reused(session_.get()) == 1;
+}
+
 void Connection::lose(const std::string& reason) {
   close();
   callbacks_.closed(reason);

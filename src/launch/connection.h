@@ -35,7 +35,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   void send(const Json& message);
   void close();
+  // The same, with a last message, if that can leave at once.
+  void close(const Json& last_message);
   bool is_open() const { return static_cast<bool>(socket_); }
+  bool is_answered() const;    // somebody is at the other end, whoever it is
+  bool has_shown_key() const;  // to a server: it may still be one who repeats what he has heard
   bool is_sent() const { return unsent_.empty(); }
   EventLoop::Clock::time_point last_heard() const { return last_heard_; }
 

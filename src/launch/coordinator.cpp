@@ -1,23 +1,16 @@
 #include "launch/coordinator.h"
 
 #include <lockstep/error.h>
-#include <netdb.h>
-#include <sys/socket.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <csignal>
-#include <cstring>
 #include <nlohmann/json.hpp>
 
-#include "base/socket.h"
 #include "base/text.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kMostNewcomers = 64;  // at a time; the oldest has to go
-constexpr int kRefusalsShown = 10;
 // For a rank that others blame to end as well. An exception must unwind, a crash may dump a core.
 constexpr auto kBlamedMayTake = std::chrono::seconds(5);
 
@@ -31,92 +24,28 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
     start(0);
     return;
   }
-  tls_.emplace(read_secret(options.secret_file));
-  listener_ = listen_at(options.master_host, options.master_port);
-  if (!listener_) {
-    throw_errno(text::format("cannot listen at {}:{}", options.master_host, options.master_port),
-                "Give --master a free port and an address of this host, the first one.");
-  }
-  watch_listener();
+  self_ = hello_of(options);
+  door_.emplace(
+      loop, output, options,
+      Door::Callbacks{.received = [this](const auto& connection,
+                                         const Json& message) { on_message(connection, message); },
+                      .closed =
+                          [this](const auto& connection, const std::string& reason) {
+                            for (const auto& [rank, member] : members_) {
+                              if (connection && member.connection == connection) {
+                                return on_lost(rank, reason);
+                              }
+                            }
+                          }});
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
 }
 
 Coordinator::~Coordinator() {
   if (timer_) loop_.cancel(*timer_);
   if (effect_) loop_.cancel(effect_timer_);
-  if (listener_) loop_.forget(listener_.get());
-  for (const auto& [_, newcomer] : newcomers_) loop_.cancel(newcomer.second);
 }
 
-void Coordinator::watch_listener() {
-  loop_.watch(listener_.get(), POLLIN, [this](short) { accept_one(); });
-}
-
-void Coordinator::accept_one() {
-  sockaddr_storage from{};
-  socklen_t size = sizeof from;
-  Fd socket(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&from), &size,
-                      SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (!socket) {
-    if (errno != EMFILE && errno != ENFILE) return;  // gone again
-    // Until descriptors are free, asking again at once would only cost time.
-    loop_.forget(listener_.get());
-    loop_.after(kPingEvery, [this] { watch_listener(); });
-    return;
-  }
-  std::array<char, NI_MAXHOST> host{};
-  std::array<char, NI_MAXSERV> port{};
-  ::getnameinfo(reinterpret_cast<sockaddr*>(&from), size, host.data(), host.size(), port.data(),
-                port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
-  const std::string address = text::format("{}:{}", host.data(), port.data());
-  if (newcomers_.size() >= kMostNewcomers) {
-    loop_.cancel(newcomers_.begin()->second.second);
-    newcomers_.erase(newcomers_.begin());
-    refuse_stranger("one of many connections", "too many at a time");
-  }
-  const int number = num_newcomers_++;
-  const auto forget = [this, number] {
-    const auto found = newcomers_.find(number);
-    if (found == newcomers_.end()) return false;
-    loop_.cancel(found->second.second);
-    newcomers_.erase(found);
-    return true;
-  };
-  // The callbacks belong to the connection: they must not keep it alive.
-  auto self = std::make_shared<std::weak_ptr<Connection>>();
-  auto connection =
-      Connection::make(loop_, std::move(socket), &*tls_, true,
-                       {.received =
-                            [this, self, address, forget](const Json& message) {
-                              const auto mine = self->lock();
-                              forget();
-                              on_message(mine, address, message);
-                            },
-                        .closed =
-                            [this, self, address, forget](const std::string& reason) {
-                              if (forget()) return refuse_stranger(address, reason);
-                              for (const auto& [rank, member] : members_) {
-                                if (member.connection && member.connection == self->lock()) {
-                                  return on_lost(rank, reason);
-                                }
-                              }
-                            }});
-  *self = connection;
-  const auto timer = loop_.after(kProofDeadline, [this, forget, address] {
-    if (forget()) refuse_stranger(address, "it did not prove itself in time");
-  });
-  newcomers_.emplace(number, std::pair(std::move(connection), timer));
-}
-
-void Coordinator::refuse_stranger(const std::string& address, const std::string& reason) {
-  ++num_refused_;
-  if (num_refused_ > kRefusalsShown) return;
-  output_.say(text::format("refused {}: {}{}", address, reason,
-                           num_refused_ == kRefusalsShown ? " (no more of these are shown)" : ""));
-}
-
-void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
-                             const std::string& address, const Json& message) {
+void Coordinator::on_message(const std::shared_ptr<Connection>& connection, const Json& message) {
   const auto found = std::ranges::find_if(
       members_, [&](const auto& one) { return one.second.connection == connection; });
   const std::string type = message.at("type");
@@ -124,7 +53,7 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
     if (type == "hello") {
       on_hello(connection, message);
     } else {
-      refuse_stranger(address, "it did not say who it is");
+      door_->refuse("a launcher", "it did not say who it is");
       connection->close();
     }
   } else if (type == "cause") {
@@ -133,6 +62,8 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
     on_end(found->first, message.at("end").get<End>());
   } else if (type == "kill") {
     kill_all();
+  } else if (type == "lost") {
+    on_given_up(found->first, message.at("reason"));
   } else if (type == "store") {
     connection->send({{"type", "answer"},
                       {"id", message.at("id")},
@@ -142,34 +73,39 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection,
 
 // Everybody here knows the secret, so the answer may say what is wrong.
 void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const Json& message) {
-  const int rank = message.at("host_rank");
-  const std::string name = message.at("host");
+  Hello hello;
+  hello.host = message.at("host");  // of any version
   std::string problem;
   if (is_finished_) {
     problem = "the job has ended";
   } else if (message.at("version") != kLinkVersion) {
     problem = "the launchers are of different versions: install the same lockstep on all hosts";
-  } else if (message.at("num_hosts") != options_.num_hosts) {
-    problem = text::format(
-        "host {} was started with --hosts {}, host 0 with --hosts {}: give all the "
-        "same number",
-        rank, message.at("num_hosts").get<int>(), options_.num_hosts);
-  } else if (rank < 1 || rank >= options_.num_hosts) {
-    problem = text::format("--host-rank {} is not in 1 to {}", rank, options_.num_hosts - 1);
-  } else if (members_.contains(rank)) {
-    problem = text::format("there is a host {} already, {}: give each host a rank of its own", rank,
-                           members_[rank].name);
+  } else {
+    hello = message.get<Hello>();
+    problem = find_conflict(self_, hello, options_.may_programs_differ);
+    if (problem.empty() && members_.contains(hello.host_rank)) {
+      problem = text::format("there is a host {} already, {}: give each host a rank of its own",
+                             hello.host_rank, members_[hello.host_rank].name);
+    }
   }
   if (!problem.empty()) {
-    output_.say(text::format("refused host {}: {}", name, problem));
+    output_.say(text::format("refused host {}: {}", hello.host, problem));
     connection->send({{"type", "refused"}, {"reason", problem}});
     loop_.after(kProofDeadline, [connection] {});  // lives until the answer has left
     return;
   }
-  members_[rank] = {
-      .name = name, .num_ranks = message.at("num_ranks").get<int>(), .connection = connection};
-  connection->send({{"type", "welcome"}});
-  if (options_.is_verbose) output_.say(text::format("host {} ({}) has come", rank, name));
+  const std::string difference = compare_arguments(self_, hello);
+  if (!difference.empty()) {
+    notes_.push_back(text::format("Host {} ({}) was started with other arguments: {}.",
+                                  hello.host_rank, hello.host, difference));
+    output_.say("warning: " + notes_.back());
+  }
+  members_[hello.host_rank] = {
+      .name = hello.host, .num_ranks = hello.num_ranks, .connection = connection};
+  connection->send({{"type", "welcome"}, {"warning", difference.empty() ? "" : notes_.back()}});
+  if (options_.is_verbose) {
+    output_.say(text::format("host {} ({}) has come", hello.host_rank, hello.host));
+  }
   if (static_cast<int>(members_.size()) == options_.num_hosts) start(0);
 }
 
@@ -186,12 +122,12 @@ void Coordinator::start(int generation) {
   }
   int first_rank = 0;
   for (auto& [rank, member] : members_) {
-    const Generation its = {generation, first_rank, world_size};
+    const Generation its = {generation, first_rank, world_size, options_.max_restarts};
     first_rank += member.num_ranks;
     if (member.connection) member.connection->send({{"type", "start"}, {"generation", its}});
   }
   // Last: it may fail at once.
-  host_.start({generation, 0, world_size});
+  host_.start({generation, 0, world_size, options_.max_restarts});
 }
 
 void Coordinator::report(const StopCause& cause) {
@@ -231,16 +167,36 @@ void Coordinator::stop(StopCause cause) {
 void Coordinator::on_lost(int host_rank, const std::string& reason) {
   if (is_finished_) return;
   Member& member = members_[host_rank];
-  member.connection->close();
+  // It may only have been held up: then it hears why it is alone.
+  member.connection->close({{"type", "lost"}, {"reason", reason}});
+  const bool has_restarts = std::max(generation_, 0) < options_.max_restarts;
   report({.host_rank = host_rank,
           .host = member.name,
           .text = text::format("was lost: {}", reason),
-          .advice = "See what it said last on that host.",
+          .advice = text::format("See what it said last on that host.{}",
+                                 has_restarts ? " There is no restart: that needs all hosts." : ""),
           .code = 1,
           .signal = SIGTERM,
           .may_restart = false});
-  if (cause_) cause_->may_restart = false;  // whatever began it: with a host missing it ends here
+  // Whatever began it: with a host missing it ends here.
+  if (cause_ && std::exchange(cause_->may_restart, false) && has_restarts) {
+    notes_.push_back(text::format("Then host {} ({}) was lost ({}), so there is no restart.",
+                                  host_rank, member.name, reason));
+  }
   on_end(host_rank, End::kFailed);
+}
+
+// A host that has not heard of this one for too long is on its own now.
+void Coordinator::on_given_up(int host_rank, const std::string& reason) {
+  report({.host_rank = 0,
+          .host = self_.host,
+          .text = text::format("was given up by host {} ({}): {}", host_rank,
+                               members_[host_rank].name, reason),
+          .advice = kHeldUpAdvice,
+          .code = 1,
+          .signal = SIGTERM,
+          .may_restart = false});
+  on_lost(host_rank, "it gave up this host");
 }
 
 void Coordinator::on_end(int host_rank, End end) {
@@ -282,8 +238,12 @@ void Coordinator::decide() {
   });
 }
 
-void Coordinator::finish(const std::optional<StopCause>& cause) {
+void Coordinator::finish(std::optional<StopCause> cause) {
   is_finished_ = true;
+  if (cause && !cause->is_interrupt && !notes_.empty()) {
+    if (!cause->advice.empty()) cause->advice += " ";
+    cause->advice += text::join(notes_, " ");
+  }
   for (auto& [_, member] : members_) {
     if (!member.connection) continue;
     Json message = {{"type", "finish"}, {"cause", nullptr}};
@@ -318,12 +278,13 @@ void Coordinator::look_around() {
   for (auto& [rank, member] : members_) {
     if (!member.connection || !member.connection->is_open()) continue;
     member.connection->send({{"type", "ping"}});
-    if (is_in_time && EventLoop::Clock::now() - member.connection->last_heard() > kLostAfter) {
+    if (is_in_time &&
+        EventLoop::Clock::now() - member.connection->last_heard() > options_.lost_after) {
       silent.push_back(rank);
     }
   }
   for (const int rank : silent) {
-    on_lost(rank, text::format("it has been silent for {} s", kLostAfter.count()));
+    on_lost(rank, text::format("it has been silent for {} s", options_.lost_after.count()));
   }
   if (generation_ >= 0 || is_finished_) return;
   std::vector<int> missing;

@@ -2,7 +2,7 @@
 // they start again, and what all launchers exit with.
 //
 // A host is this one (a Host), or a connection to its launcher. All hosts hear the same: start,
-// stop with the first cause, finish. Strangers on the port are told nothing and hold up nobody.
+// stop with the first cause, finish.
 #pragma once
 
 #include <map>
@@ -11,6 +11,8 @@
 #include <string>
 
 #include "launch/connection.h"
+#include "launch/door.h"
+#include "launch/hello.h"
 #include "launch/host.h"
 #include "launch/job.h"
 #include "launch/key_value.h"
@@ -23,8 +25,9 @@ namespace lockstep {
 // Of the messages between launchers; a version of its own, so that they can tell each other.
 inline constexpr int kLinkVersion = 3;
 inline constexpr auto kPingEvery = std::chrono::seconds(1);
-inline constexpr auto kLostAfter = std::chrono::seconds(8);
-inline constexpr auto kProofDeadline = std::chrono::seconds(5);  // for a newcomer to prove itself
+
+inline constexpr const char* kHeldUpAdvice =
+    "If it was only held up, give all hosts a higher --lost-after.";
 
 inline double seconds_since(EventLoop::Clock::time_point then) {
   return std::chrono::duration<double>(EventLoop::Clock::now() - then).count();
@@ -64,30 +67,24 @@ class Coordinator : public Leader {
     bool has_ended = false;
   };
 
-  void watch_listener();
-  void accept_one();
-  void refuse_stranger(const std::string& address, const std::string& reason);
-  void on_message(const std::shared_ptr<Connection>& connection, const std::string& address,
-                  const Json& message);
+  void on_message(const std::shared_ptr<Connection>& connection, const Json& message);
   void on_hello(const std::shared_ptr<Connection>& connection, const Json& message);
+  void on_given_up(int host_rank, const std::string& reason);
   void on_lost(int host_rank, const std::string& reason);
   void on_end(int host_rank, End end);
   void start(int generation);
   void stop(StopCause cause);
   void look_around();
   void decide();
-  void finish(const std::optional<StopCause>& cause);
+  void finish(std::optional<StopCause> cause);
 
   EventLoop& loop_;
   Output& output_;
   Host& host_;
   const RunOptions& options_;
-  std::optional<Tls> tls_;
-  Fd listener_;
+  Hello self_;  // with several hosts
+  std::optional<Door> door_;
   EventLoop::Clock::time_point began_ = EventLoop::Clock::now();
-  std::map<int, std::pair<std::shared_ptr<Connection>, EventLoop::Timer>> newcomers_;  // by number
-  int num_newcomers_ = 0;
-  int num_refused_ = 0;
   bool has_said_who_is_missing_ = false;
   std::map<int, Member> members_;  // by host rank
   KeyValue store_;
@@ -99,6 +96,7 @@ class Coordinator : public Leader {
   std::optional<StopCause> cause_;
   std::optional<StopCause> effect_;  // of a rank that blames another one, which has not failed yet
   EventLoop::Timer effect_timer_;
+  std::vector<std::string> notes_;  // on hosts that were started otherwise than this one
 };
 
 // The other hosts' side: a connection to the Coordinator.
@@ -118,12 +116,14 @@ class RemoteLeader : public Leader {
   void on_message(const Json& message);
   void on_lost(const std::string& reason);
   void look_around();
-  void fail(const std::string& text, int code);
+  std::string why_not_reached() const;
+  void fail(const std::string& text, int code, const std::string& advice = "");
 
   EventLoop& loop_;
   Output& output_;
   Host& host_;
   const RunOptions& options_;
+  const Hello self_;
   Tls tls_;
   std::shared_ptr<Connection> connection_;
   EventLoop::Clock::time_point began_ = EventLoop::Clock::now();

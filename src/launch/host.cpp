@@ -38,6 +38,15 @@ int free_port() {
   return ntohs(address.sin_port);
 }
 
+// Where a rank's own error begins, among the last lines that it has said; their number if there is
+// none. error.cpp writes it.
+std::size_t find_error(const std::vector<std::string>& lines) {
+  const auto is_head = [](const std::string& line) {
+    return line.find("lockstep error on rank ") != std::string::npos;
+  };
+  return static_cast<std::size_t>(std::ranges::find_if(lines, is_head) - lines.begin());
+}
+
 std::string advice_for(const ExitStatus& status) {
   switch (status.signal) {
     case SIGKILL:
@@ -68,7 +77,7 @@ std::map<std::string, std::string> place_variables(const RunOptions& options,
                        .master_host = options.num_hosts == 1 ? "127.0.0.1" : options.master_host,
                        .master_port = master_port,
                        .restart = generation.number,
-                       .max_restarts = options.max_restarts});
+                       .max_restarts = generation.max_restarts});
 }
 
 Host::Host(EventLoop& loop, Output& output, const RunOptions& options)
@@ -136,6 +145,9 @@ void Host::start_rank(int local_rank, const Share& share) {
   if (output_.err().is_terminal()) {  // progress bars may draw, beside the rank's number
     const int columns = output_.err().columns() - output_.prefix_width();
     command.variables["LOCKSTEP_TERMINAL"] = std::to_string(columns);
+  }
+  if (options_.num_hosts > 1) {  // for the ranks' own connections between hosts
+    command.variables["LOCKSTEP_LOST_AFTER"] = std::to_string(options_.lost_after.count());
   }
   if (!Environment::of_process().has("OMP_NUM_THREADS")) {
     command.variables["OMP_NUM_THREADS"] = std::to_string(share.threads);
@@ -373,26 +385,38 @@ std::string Host::describe(const StopCause& cause) const {
   } else {
     text = text::format("the launcher{} {}", where, cause.text);
   }
-  text += "." + (cause.advice.empty() ? "" : " " + cause.advice);
+  if (!text.ends_with('.')) text += ".";
+  if (!cause.advice.empty()) text += " " + cause.advice;
   if (!cause.last_lines.empty()) {
     text += text::format("\n  The last lines of rank {}:\n    {}", cause.rank,
                          text::join(cause.last_lines, "\n    "));
   }
-  // Ranks that ended by themselves, each with what it said last.
+  // Ranks that failed as well, each with what it said last. Who throws what nobody catches ends by
+  // a signal, but by none that a launcher sends; and one that was stopped may have failed before.
+  const auto was_stopped = [&](const ExitStatus& end) {
+    return end.signal == SIGTERM || end.signal == SIGKILL ||
+           (end.signal != 0 && end.signal == cause.signal);
+  };
   constexpr int kShown = 4;
   constexpr std::size_t kShownLines = 3;
+  constexpr std::size_t kErrorLines = 6;
   int others = 0;
   for (const Rank& rank : ranks_) {
-    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || rank.end->signal != 0 ||
-        rank.number == cause.rank) {
+    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || rank.number == cause.rank) {
       continue;
     }
+    const auto lines = output_.last_lines(rank.number);
+    const std::size_t error = find_error(lines);
+    const bool has_error = error < lines.size();
+    if (was_stopped(*rank.end) && !has_error) continue;
     if (++others > kShown) continue;
     if (others == 1) text += "\n  Because of it:";
     text += text::format("\n    rank {} {}", rank.number, rank.end->text());
-    const auto lines = output_.last_lines(rank.number);
-    const std::size_t from = lines.size() < kShownLines ? 0 : lines.size() - kShownLines;
-    for (std::size_t i = from; i < lines.size(); ++i) text += "\n      " + lines[i];
+    const std::size_t from = has_error                    ? error
+                             : lines.size() < kShownLines ? 0
+                                                          : lines.size() - kShownLines;
+    const std::size_t to = has_error ? std::min(lines.size(), error + kErrorLines) : lines.size();
+    for (std::size_t at = from; at < to; ++at) text += "\n      " + lines[at];
   }
   if (others > kShown) text += text::format("\n    and {} more", others - kShown);
   return text;
@@ -400,7 +424,7 @@ std::string Host::describe(const StopCause& cause) const {
 
 void Host::restart_in(std::chrono::milliseconds delay, int restart, const StopCause& cause) {
   output_.say(text::format("{}\nlockstep: restart {} of {} in {:.0f} s", describe(cause), restart,
-                           options_.max_restarts, std::chrono::duration<double>(delay).count()));
+                           generation_.max_restarts, std::chrono::duration<double>(delay).count()));
 }
 
 void Host::finish(const std::optional<StopCause>& cause) {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -14,6 +15,7 @@
 
 #include "archive/folder.h"
 #include "base/json.h"
+#include "base/printable.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -33,11 +35,10 @@ std::string text_of(const TensorEntry& entry) {
   return text::format("{} [{}]", entry.dtype, text::join(entry.shape, ", "));
 }
 
-// Names come from strangers: what would move the cursor is not printed.
-std::string printable(std::string name) {
-  std::ranges::replace_if(
-      name, [](char one) { return static_cast<unsigned char>(one) < 32 || one == 127; }, '?');
-  return name;
+// Names and values come from strangers: they are cut, so that a report is never much longer than
+// the file, and do nothing to a terminal.
+std::string shown(std::string_view text, std::size_t longest = 200) {
+  return printable(text.substr(0, longest)) + (text.size() > longest ? "..." : "");
 }
 
 // The tensors of a file, or of all files of a checkpoint.
@@ -53,7 +54,7 @@ struct Tensors {
   void add(const std::string& path) {
     files.emplace_back(path);
     for (const auto& [name, entry] : files.back().tensors().tensors) {
-      by_name[printable(name)] = {files.size() - 1, entry};
+      by_name[name] = {files.size() - 1, entry};
     }
   }
   std::string bytes(const Place& place) const {
@@ -63,7 +64,8 @@ struct Tensors {
 
 Tensors open_tensors(const std::string& path) {
   Tensors tensors;
-  if (!fs::is_directory(path)) {
+  std::error_code ignored;  // of one that may not be seen, reading says more
+  if (!fs::is_directory(path, ignored)) {
     tensors.add(path);
     return tensors;
   }
@@ -79,15 +81,16 @@ Tensors open_tensors(const std::string& path) {
 }
 
 std::string list_tensors(const Tensors& tensors) {
+  constexpr std::size_t kWidest = 60;  // longer names stand out: each line would be as long
   std::size_t width = 0;
   std::uint64_t total = 0;
   for (const auto& [name, place] : tensors.by_name) {
-    width = std::max(width, name.size());
+    width = std::max(width, std::min(name.size(), kWidest));
     total += place.entry.bytes;
   }
   std::string text = text::format("  {} tensors, {}\n", tensors.by_name.size(), size_text(total));
   for (const auto& [name, place] : tensors.by_name) {
-    text += text::format("    {:<{}}  {:<24}  {:>9}\n", name, width, text_of(place.entry),
+    text += text::format("    {:<{}}  {:<24}  {:>9}\n", shown(name), width, text_of(place.entry),
                          size_text(place.entry.bytes));
   }
   return text;
@@ -103,9 +106,9 @@ Health look_at(const std::string& checkpoint) {
   Health health;
   try {
     health.manifest = read_manifest(checkpoint);
-    health.damage = find_damage(checkpoint, health.manifest);
+    health.damage = printable(find_damage(checkpoint, health.manifest));
   } catch (const Error& error) {
-    health.damage = error.message().substr(0, error.message().find('\n'));
+    health.damage = printable(error.message().substr(0, error.message().find('\n')));
   }
   for (const FileRecord& file : health.manifest.files) health.bytes += file.bytes;
   return health;
@@ -113,20 +116,23 @@ Health look_at(const std::string& checkpoint) {
 
 Report inspect_checkpoint(const std::string& path) {
   const Health health = look_at(path);
-  if (!health.damage.empty()) return {text::format("{}: not whole: {}\n", path, health.damage), 1};
+  if (!health.damage.empty()) {
+    return {text::format("{}: not whole: {}\n", printable(path), health.damage), 1};
+  }
   const Manifest& manifest = health.manifest;
-  Report report{text::format("{}: whole\n  step {}, saved {} by {} ranks, {}, hash {}\n", path,
-                             manifest.step, manifest.saved_at, manifest.world_size,
-                             size_text(health.bytes), manifest.hash)};
+  Report report{text::format("{}: whole\n  step {}, saved {} by {} ranks, {}, hash {}\n",
+                             printable(path), manifest.step, shown(manifest.saved_at),
+                             manifest.world_size, size_text(health.bytes), shown(manifest.hash))};
   for (const FileRecord& file : manifest.files) {
-    report.text += text::format("  {}  {}  {}\n", file.hash, file.name, size_text(file.bytes));
+    report.text +=
+        text::format("  {}  {}  {}\n", shown(file.hash), shown(file.name), size_text(file.bytes));
   }
   const Tensors tensors = open_tensors(path);
   const Json parts = tensors.state.value("parts", Json::object());
   for (const auto& [name, value] : parts.items()) {
     const bool has_kind = value.is_object() && value.contains("kind");
-    const std::string shown = has_kind ? value["kind"].dump() : value.dump();
-    report.text += text::format("  {}: {}\n", name, shown.substr(0, 100));
+    const std::string its = has_kind ? value["kind"].dump() : value.dump();
+    report.text += text::format("  {}: {}\n", shown(name), shown(its, 100));
   }
   report.text += list_tensors(tensors);
   return report;
@@ -145,11 +151,11 @@ Report inspect_folder(const std::string& path) {
   for (const CheckpointName& name : names) {
     const Health health = look_at(path + "/" + name.text());
     const bool is_whole = health.damage.empty();
-    report.text +=
-        text::format("{}/{}  {}\n", path, name.text(),
-                     is_whole ? text::format("whole  step {}  {}  {}", health.manifest.step,
-                                             health.manifest.saved_at, size_text(health.bytes))
-                              : "not whole: " + health.damage);
+    report.text += text::format(
+        "{}/{}  {}\n", printable(path), name.text(),
+        is_whole ? text::format("whole  step {}  {}  {}", health.manifest.step,
+                                shown(health.manifest.saved_at), size_text(health.bytes))
+                 : "not whole: " + health.damage);
     if (!is_whole) report.code = 1;
   }
   return report;
@@ -204,13 +210,45 @@ std::string compare_values(const std::string& dtype, const std::string& left,
                       has_value ? text::format(", by up to {:.3g}", most) : "");
 }
 
+// Calls `say` with each place where two states differ. Null: there is none.
+void compare_states(const Json* left, const Json* right, const std::string& path,
+                    const std::function<void(const std::string&)>& say) {
+  const auto find = [](const Json& object, const std::string& key) {
+    const auto found = object.find(key);
+    return found == object.end() ? nullptr : &*found;
+  };
+  if (left != nullptr && right != nullptr) {
+    if (*left == *right) return;
+    if (left->is_object() && right->is_object()) {
+      std::set<std::string> keys;
+      for (const Json* one : {left, right}) {
+        for (const auto& [key, _] : one->items()) keys.insert(key);
+      }
+      for (const std::string& key : keys) {
+        compare_states(find(*left, key), find(*right, key), path + "/" + shown(key), say);
+      }
+      return;
+    }
+    if (left->is_array() && right->is_array() && left->size() == right->size()) {
+      for (std::size_t i = 0; i < left->size(); ++i) {
+        compare_states(&(*left)[i], &(*right)[i], path + "/" + std::to_string(i), say);
+      }
+      return;
+    }
+  }
+  const auto text_of_value = [](const Json* value) {
+    return value == nullptr ? "nothing" : shown(value->dump(), 60);
+  };
+  say(text::format("state{}: {} and {}", path, text_of_value(left), text_of_value(right)));
+}
+
 }  // namespace
 
 Report inspect(const std::string& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) {
     const Tensors tensors = open_tensors(path);
-    return {text::format("{}: whole\n", path) + list_tensors(tensors)};
+    return {text::format("{}: whole\n", printable(path)) + list_tensors(tensors)};
   }
   std::error_code error;  // of one that may not be seen, reading says more
   if (fs::exists(path + "/manifest.json", error) || error) return inspect_checkpoint(path);
@@ -232,26 +270,21 @@ Report diff(const std::string& left, const std::string& right) {
     const auto one = mine.by_name.find(name);
     const auto two = other.by_name.find(name);
     if (two == other.by_name.end()) {
-      say(text::format("only in {}: {} {}", left, name, text_of(one->second.entry)));
+      say(text::format("only in {}: {} {}", printable(left), shown(name),
+                       text_of(one->second.entry)));
     } else if (one == mine.by_name.end()) {
-      say(text::format("only in {}: {} {}", right, name, text_of(two->second.entry)));
+      say(text::format("only in {}: {} {}", printable(right), shown(name),
+                       text_of(two->second.entry)));
     } else if (text_of(one->second.entry) != text_of(two->second.entry)) {
-      say(text::format("{}: {} and {}", name, text_of(one->second.entry),
+      say(text::format("{}: {} and {}", shown(name), text_of(one->second.entry),
                        text_of(two->second.entry)));
     } else {
       const std::string values = compare_values(one->second.entry.dtype, mine.bytes(one->second),
                                                 other.bytes(two->second));
-      if (!values.empty()) say(text::format("{}: {}", name, values));
+      if (!values.empty()) say(text::format("{}: {}", shown(name), values));
     }
   }
-  for (const Json& change : Json::diff(mine.state, other.state)) {
-    const Json::json_pointer at(change.at("path").get<std::string>());
-    const auto shown = [&](const Json& state) {
-      return state.contains(at) ? state.at(at).dump().substr(0, 60) : std::string("nothing");
-    };
-    say(text::format("state{}: {} and {}", change.at("path").get<std::string>(), shown(mine.state),
-                     shown(other.state)));
-  }
+  compare_states(&mine.state, &other.state, "", say);
   if (report.code == 0) report.text = "no difference\n";
   return report;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -14,8 +15,9 @@ struct Generation {
   int number = 0;
   int first_rank = 0;  // of this host
   int world_size = 0;
+  int max_restarts = 0;  // host 0's, which decides
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, number, first_rank, world_size)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, number, first_rank, world_size, max_restarts)
 
 // Why a job has to stop: the first thing that happened.
 struct StopCause {

@@ -5,12 +5,14 @@
 
 #include <algorithm>
 
+#include "base/printable.h"
 #include "base/text.h"
 #include "launch/args.h"
 #include "launch/doctor.h"
 #include "launch/guard.h"
 #include "launch/inspect.h"
 #include "launch/run.h"
+#include "launch/tls.h"
 
 int main(int argc, char** argv) try {
   using namespace lockstep;  // NOLINT: a program
@@ -38,6 +40,13 @@ int main(int argc, char** argv) try {
       text::print("{}", report.text);
       return report.code;
     }
+    case Invocation::Verb::kSecret:
+      if (invocation.paths.empty()) {
+        text::print("{}\n", make_secret());
+      } else {
+        write_secret(invocation.paths[0]);
+      }
+      return 0;
     case Invocation::Verb::kRun:
       if (invocation.run.is_dry) {
         text::print("{}", describe_run(invocation.run));
@@ -50,6 +59,9 @@ int main(int argc, char** argv) try {
   lockstep::text::print(stderr, "lockstep: {} (lockstep --help shows examples)\n", error.what());
   return 2;
 } catch (const lockstep::Error& error) {
-  lockstep::text::print(stderr, "lockstep: {}\n", error.message());
+  lockstep::text::print(stderr, "lockstep: {}\n", lockstep::printable_lines(error.message()));
+  return 1;
+} catch (const std::exception& error) {  // such as no memory
+  lockstep::text::print(stderr, "lockstep: {}\n", lockstep::printable_lines(error.what()));
   return 1;
 }

@@ -18,6 +18,7 @@ RemoteLeader::RemoteLeader(EventLoop& loop, Output& output, Host& host, const Ru
       output_(output),
       host_(host),
       options_(options),
+      self_(hello_of(options)),
       tls_(read_secret(options.secret_file)) {
   host.set_leader(this);
   connect();
@@ -41,7 +42,7 @@ void RemoteLeader::connect() {
           attempt->socket = start_connecting(host, port, n);
           if (!attempt->socket) attempt->reason = std::strerror(errno);
         } catch (const Error& error) {  // it may be known in a moment: pods come up in any order
-          attempt->reason = error.message();
+          attempt->reason = error.message().substr(0, error.message().find(".\n"));
         }
       },
       [this, attempt] {
@@ -59,12 +60,10 @@ void RemoteLeader::on_socket(Fd socket) {
       Connection::make(loop_, std::move(socket), &tls_, false,
                        {.opened =
                             [this] {
-                              connection_->send({{"type", "hello"},
-                                                 {"version", kLinkVersion},
-                                                 {"host_rank", options_.host_rank},
-                                                 {"num_hosts", options_.num_hosts},
-                                                 {"num_ranks", options_.num_ranks},
-                                                 {"host", host_name()}});
+                              Json hello = self_;
+                              hello["type"] = "hello";
+                              hello["version"] = kLinkVersion;
+                              connection_->send(hello);
                             },
                         .received = [this](const Json& message) { on_message(message); },
                         .closed = [this](const std::string& reason) { on_lost(reason); }});
@@ -74,6 +73,8 @@ void RemoteLeader::on_message(const Json& message) {
   const std::string type = message.at("type");
   if (type == "welcome") {
     has_joined_ = true;
+    const std::string warning = message.at("warning");
+    if (!warning.empty()) output_.say("warning: " + warning);
   } else if (type == "kill") {
     host_.kill_now();
   } else if (type == "start") {
@@ -98,12 +99,14 @@ void RemoteLeader::on_message(const Json& message) {
     reply(message.at("answer"));
   } else if (type == "refused") {
     fail("was refused: " + message.at("reason").get<std::string>(), 2);
+  } else if (type == "lost") {
+    fail("was given up by host 0: " + message.at("reason").get<std::string>(), 1, kHeldUpAdvice);
   }
 }
 
 void RemoteLeader::on_lost(const std::string& reason) {
   if (host_.exit_code()) return;
-  connection_->close();
+  connection_->close({{"type", "lost"}, {"reason", reason}});  // it may only have been held up
   last_reason_ = reason;
   if (reason.starts_with(kHandshakeFailed)) {
     return fail(
@@ -114,16 +117,17 @@ void RemoteLeader::on_lost(const std::string& reason) {
   }
   if (!has_joined_) return;  // look_around tries again
   fail(text::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
-       1);
+       1, "Without host 0, which decides for all, the job ends here.");
 }
 
 // Without host 0 nobody decides: the ranks here stop, then this launcher ends.
-void RemoteLeader::fail(const std::string& text, int code) {
+void RemoteLeader::fail(const std::string& text, int code, const std::string& advice) {
   if (connection_) connection_->close();
   // What went wrong here before is the better explanation.
   lost_ = reported_.value_or(StopCause{.host_rank = options_.host_rank,
                                        .host = host_name(),
                                        .text = text,
+                                       .advice = advice,
                                        .code = code,
                                        .signal = SIGTERM,
                                        .may_restart = false});
@@ -161,6 +165,14 @@ void RemoteLeader::ask_store(const Json& request, std::function<void(const Json&
   connection_->send({{"type", "store"}, {"id", id}, {"request", request}});
 }
 
+// Of a connection that has been tried for longest, what is known now is better than why the one
+// before ended.
+std::string RemoteLeader::why_not_reached() const {
+  if (!connection_ || !connection_->is_open()) return last_reason_;
+  return connection_->is_answered() ? "what answers there does not speak as a launcher does"
+                                    : "there is no answer";
+}
+
 void RemoteLeader::look_around() {
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
   if (lost_ || host_.exit_code()) return;
@@ -168,21 +180,21 @@ void RemoteLeader::look_around() {
   const bool is_in_time = watch_.is_in_time();
   if (is_open && has_joined_) {
     connection_->send({{"type", "ping"}});
-    if (is_in_time && EventLoop::Clock::now() - connection_->last_heard() > kLostAfter) {
-      on_lost(text::format("it has been silent for {} s", kLostAfter.count()));
+    if (is_in_time && EventLoop::Clock::now() - connection_->last_heard() > options_.lost_after) {
+      on_lost(text::format("it has been silent for {} s", options_.lost_after.count()));
     }
     return;
   }
   if (seconds_since(began_) > std::chrono::duration<double>(options_.join_timeout).count()) {
     return fail(
         text::format("could not reach host 0 at {}:{} in {:.0f} s: {}", options_.master_host,
-                     options_.master_port, seconds_since(began_), last_reason_),
-        1);
+                     options_.master_port, seconds_since(began_), why_not_reached()),
+        1, "Check --master, that host 0 is running, and firewalls; or raise --join-timeout.");
   }
   if (seconds_since(began_) > 10 && !has_said_waiting_) {
     has_said_waiting_ = true;
-    output_.say(text::format("waiting for host 0 at {}:{}{}{}", options_.master_host,
-                             options_.master_port, last_reason_.empty() ? "" : ": ", last_reason_));
+    output_.say(text::format("waiting for host 0 at {}:{}: {}", options_.master_host,
+                             options_.master_port, why_not_reached()));
   }
   // One that neither fails nor opens is tried anew as well: packets may have been dropped.
   if (is_resolving_) return;

@@ -85,7 +85,10 @@ std::string describe_run(const RunOptions& options) {
                         options.master_port);
   }
   const auto shares = split_cores(this_machine(), options.num_ranks, options.bind);
-  const Generation generation = {.number = 0, .first_rank = 0, .world_size = options.num_ranks};
+  const Generation generation = {.number = 0,
+                                 .first_rank = 0,
+                                 .world_size = options.num_ranks,
+                                 .max_restarts = options.max_restarts};
   for (int rank = 0; rank < options.num_ranks; ++rank) {
     const Share& share = shares[static_cast<std::size_t>(rank)];
     auto variables = place_variables(options, generation, rank, options.master_port + 1);

@@ -13,6 +13,7 @@ namespace lockstep {
 
 struct RunOptions {
   std::vector<std::string> command = {};  // the program and its arguments
+  std::string program_path = {};          // where it was found
   int num_ranks = 1;                      // on this host
   Bind bind = Bind::kCore;
   OutputOptions output = {};
@@ -27,7 +28,10 @@ struct RunOptions {
   std::string master_host = {};
   int master_port = 0;
   std::string secret_file = {};
+  std::string job_id = {};  // the same for all hosts of a job
+  bool may_programs_differ = false;
   std::chrono::milliseconds join_timeout = std::chrono::minutes(5);
+  std::chrono::seconds lost_after = std::chrono::seconds(8);  // of silence
 };
 
 }  // namespace lockstep

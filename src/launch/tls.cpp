@@ -4,6 +4,7 @@
 #include <lockstep/error.h>
 #include <openssl/err.h>
 #include <openssl/evp.h>
+#include <openssl/rand.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 
 #include "base/env.h"
 #include "base/posix.h"
@@ -20,7 +22,12 @@ namespace lockstep {
 namespace {
 
 constexpr std::string_view kIdentity = "lockstep";
-constexpr std::size_t kLeastSecret = 16;
+
+// Who answers in host 0's place sees a hash of the key and may try secrets against it for as long
+// as he likes, so nothing that people think of will do: it has to be random bytes, as text.
+constexpr std::size_t kSecretBytes = 32;
+constexpr std::size_t kLeastSecret = 43;      // in base64, without what fills it up
+constexpr std::size_t kLeastCharacters = 10;  // different ones; random texts have more
 
 // A pre-shared key is bound to the hash of its cipher suite; this one has SHA-256.
 constexpr const char* kCipher = "TLS_AES_128_GCM_SHA256";
@@ -116,8 +123,8 @@ Tls::Session Tls::make_session(int socket, bool is_server) const {
 
 std::string read_secret(const std::string& file) {
   const std::string how =
-      "Make one, and copy it to all hosts: (umask 077; head -c 32 /dev/urandom | "
-      "base64 > ~/.lockstep-secret), then --secret-file ~/.lockstep-secret.";
+      "Make one, and copy it to all hosts: lockstep secret ~/.lockstep-secret, then --secret-file "
+      "~/.lockstep-secret.";
   const auto refuse = [&](const std::string& what) {
     throw UsageError({.operation = "launch"}, what + "\n" + how);
   };
@@ -132,6 +139,10 @@ std::string read_secret(const std::string& file) {
     if (!fd || ::fstat(fd.get(), &status) != 0) {
       refuse(text::format("The secret file {} cannot be read: {}.", file, std::strerror(errno)));
     }
+    if (status.st_uid != ::geteuid()) {
+      refuse(text::format("The secret file {} belongs to user {}, this is user {}: chown it.", file,
+                          status.st_uid, ::geteuid()));
+    }
     if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
       refuse(text::format("The secret file {} is open to other users (mode {:o}): chmod 600 {}.",
                           file, status.st_mode & 0777, file));
@@ -141,11 +152,35 @@ std::string read_secret(const std::string& file) {
       secret.pop_back();
     }
   }
-  if (secret.size() < kLeastSecret) {
-    refuse(text::format("The secret has {} characters, and {} are the least.", secret.size(),
-                        kLeastSecret));
+  const std::set<char> characters(secret.begin(), secret.end());
+  if (secret.size() < kLeastSecret || characters.size() < kLeastCharacters) {
+    refuse(text::format(
+        "The secret can be guessed: it has {} characters, {} different ones. It has to "
+        "be {} random bytes, {} characters in base64.",
+        secret.size(), characters.size(), kSecretBytes, kLeastSecret));
   }
   return secret;
+}
+
+std::string make_secret() {
+  std::array<unsigned char, kSecretBytes> bytes{};
+  if (RAND_bytes(bytes.data(), bytes.size()) != 1) fail("make random bytes");
+  std::array<unsigned char, 4 * ((kSecretBytes + 2) / 3) + 1> text{};
+  const int size = EVP_EncodeBlock(text.data(), bytes.data(), bytes.size());
+  return {reinterpret_cast<const char*>(text.data()), static_cast<std::size_t>(size)};
+}
+
+void write_secret(const std::string& file) {
+  const std::string line = make_secret() + "\n";
+  const Fd fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  if (!fd) {
+    throw_errno(text::format("cannot make the secret file {}", file),
+                "Give a new file in a folder that you may write to.");
+  }
+  if (::write(fd.get(), line.data(), line.size()) != static_cast<ssize_t>(line.size()) ||
+      ::fsync(fd.get()) != 0) {
+    throw_errno(text::format("cannot write {}", file), "Check whether the disk is full.");
+  }
 }
 
 }  // namespace lockstep

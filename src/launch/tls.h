@@ -31,8 +31,13 @@ class Tls {
 // What OpenSSL says went wrong last, in words; forgets it.
 std::string last_tls_error();
 
-// From a file that only its owner can read, or, if `file` is empty, from LOCKSTEP_SECRET.
-// Throws: UsageError if there is none, it is too short, or others can read the file.
+// From a file that only this user can read, or, if `file` is empty, from LOCKSTEP_SECRET.
+// Throws: UsageError if there is none, it could be guessed, or others can read the file.
 std::string read_secret(const std::string& file);
+
+// 32 random bytes, as text.
+std::string make_secret();
+// A new file with such a secret. Throws: SystemError; what is there already stays as it is.
+void write_secret(const std::string& file);
 
 }  // namespace lockstep

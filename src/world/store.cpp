@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <filesystem>
 
+#include "base/env.h"
 #include "base/posix.h"
 #include "base/process.h"
 #include "base/socket.h"
@@ -54,24 +55,37 @@ ProcessId find_launcher(const std::string& rank_variable) {
   return find_process(pid);
 }
 
+// The user's own, where there is one: in /tmp somebody else may have taken the name before.
+std::string folder_for_file() {
+  const Environment environment = Environment::of_process();
+  const auto own = environment.get("XDG_RUNTIME_DIR");
+  struct stat status {};
+  if (own && ::stat(own->c_str(), &status) == 0 && S_ISDIR(status.st_mode) &&
+      status.st_uid == ::geteuid() && (status.st_mode & (S_IRWXG | S_IRWXO)) == 0) {
+    return *own;
+  }
+  return environment.get("TMPDIR").value_or("/tmp");
+}
+
 OpenStore open_launcher_file(const LauncherFile& place) {
-  const char* folder = std::getenv("TMPDIR");
   const ProcessId launcher = find_launcher(place.rank_variable);
-  const std::string path =
-      text::format("{}/lockstep-{}-{}-{}", folder != nullptr && *folder != '\0' ? folder : "/tmp",
-                   ::geteuid(), launcher.pid, launcher.start_time);
+  const std::string path = text::format("{}/lockstep-{}-{}-{}", folder_for_file(), ::geteuid(),
+                                        launcher.pid, launcher.start_time);
   Fd file(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, S_IRUSR | S_IWUSR));
   if (!file) {
     throw_errno(text::format("cannot open {}, where the ranks of this job meet", path),
-                "Set TMPDIR to a folder that you may write to, the same on all ranks.");
+                "Set XDG_RUNTIME_DIR to a folder of your own (mode 0700), the same on all ranks.");
   }
   struct stat status {};
-  if (::fstat(file.get(), &status) != 0 || status.st_uid != ::geteuid() ||
-      (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
-    throw UsageError({.operation = "join"},
-                     text::format("{} belongs to user {} or is open to others, so it is not used.\n"
-                                  "Remove it, or set TMPDIR to a folder of your own.",
-                                  path, status.st_uid));
+  // A second name would be that of another file of this user's, which somebody has linked here.
+  if (::fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_nlink != 1 ||
+      status.st_uid != ::geteuid() || (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
+    throw UsageError(
+        {.operation = "join"},
+        text::format("{} is not used: it belongs to user {}, has mode {:o} and {} "
+                     "names, instead of {}, 600 and 1.\nRemove it, or set "
+                     "XDG_RUNTIME_DIR to a folder of your own (mode 0700).",
+                     path, status.st_uid, status.st_mode & 0777, status.st_nlink, ::geteuid()));
   }
   return {c10::make_intrusive<DescriptorStore>(std::move(file)), "the file " + path,
           [path] { ::unlink(path.c_str()); }};

@@ -70,9 +70,12 @@ void rethrow_translated(std::exception_ptr error, const std::vector<Member>& mem
     if (is_timeout) {
       throw TimeoutError(place,
                          text::format("{} waited too long for another rank: {}\nCheck that all "
-                                      "ranks make the same calls in the same order, or raise "
-                                      "JoinOptions::timeout.",
-                                      what, cause));
+                                      "ranks run the same program and make the same calls in the "
+                                      "same order, or raise JoinOptions::{}.",
+                                      what, cause,
+                                      operation == "join" || operation == "duplicate"
+                                          ? "join_timeout"  // which bounds connecting
+                                          : "timeout"));
     }
     throw PeerLostError(place, text::format("{} lost its connection to another rank: {}\n"
                                             "Look for the rank that failed first.",

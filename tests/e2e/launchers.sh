@@ -3,12 +3,20 @@
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 program=$build/examples/small_model
 
-export TMPDIR=$work
+export TMPDIR=$work XDG_RUNTIME_DIR=
 expect "1 rank, replicas equal: yes" "$program"
 expect "3 ranks, replicas equal: yes" mpirun -n 3 "$program"
 expect "started by OpenMPI" mpirun -n 2 sh -c "$program; exit" # through a wrapper
 expect "3 ranks, replicas equal: yes" env LOCKSTEP_ENGINE=mpi mpirun -n 3 "$program"
 expect "engine: mpi" env LOCKSTEP_ENGINE=mpi mpirun -n 2 "$program"
+
+# MPICH's, beside OpenMPI, which the program is built with.
+expect "3 ranks, replicas equal: yes" mpiexec.hydra -n 3 "$program"
+expect "started by PMI" mpiexec.hydra -n 2 sh -c "$program; exit"
+hosts=(mpiexec.hydra -launcher fork -hosts 127.0.0.1,127.0.0.2 -ppn 1 -n 2)
+refuse "PMI started 2 ranks on several hosts, and MASTER_ADDR" "${hosts[@]}" "$program"
+port=$((20000 + RANDOM % 12000))
+expect "2 ranks, replicas equal: yes" env MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "${hosts[@]}" "$program"
 compgen -G "$work/lockstep-*" && die "a file was left behind"
 
 # Beside a PyTorch that was installed by pip; an unpacked LibTorch has none.
@@ -31,7 +39,8 @@ for _ in $(seq 100); do
   sleep 0.1
 done
 zcat "$work/log.gz" | grep -q hello || die "the launcher ended the process that reads its output"
-export LOCKSTEP_SECRET=only-for-this-test
+LOCKSTEP_SECRET=$("$lockstep" secret)
+export LOCKSTEP_SECRET
 for engine in shm gloo; do
   port=$((20000 + RANDOM % 12000))
   hosts=(env LOCKSTEP_ENGINE=$engine "$lockstep" run --hosts 2 --master 127.0.0.1:$port)

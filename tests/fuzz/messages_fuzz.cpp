@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "launch/connection.h"
+#include "launch/hello.h"
 #include "launch/job.h"
 #include "launch/key_value.h"
 
@@ -32,6 +33,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                               }
                               if (message.contains("generation")) {
                                 static_cast<void>(message.at("generation").get<Generation>());
+                              }
+                              if (message.contains("program_hash")) {
+                                const auto hello = message.get<Hello>();
+                                static_cast<void>(find_conflict({}, hello, false));
+                                static_cast<void>(compare_arguments({}, hello));
                               }
                             },
                         .closed = [](const std::string&) {}});

@@ -3,11 +3,13 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <filesystem>
+#include <fstream>
 #include <iostream>
 
 #include "base/posix.h"
@@ -100,6 +102,57 @@ TEST(Join, UnderLockstepsVariables) {
     EXPECT_EQ(world.members()[static_cast<std::size_t>(rank)].pid, ::getpid());
     expect_sum_over(world);
   })));
+}
+
+// Where ranks that the test starts meet, as seen from the launcher, which is the test itself.
+std::string meeting_file(const std::string& folder) {
+  const ProcessId self = this_process();
+  return text::format("{}/lockstep-{}-{}-{}", folder, ::geteuid(), self.pid, self.start_time);
+}
+
+TEST(Join, AFileWithASecondNameIsNotUsed) {
+  const std::string mine = testing::TempDir() + text::format("mine-{}", ::getpid());
+  std::ofstream(mine) << "precious";
+  std::filesystem::permissions(mine, std::filesystem::perms(0600));
+  const std::string path = meeting_file(testing::TempDir());
+  std::filesystem::create_hard_link(mine, path);  // by somebody else
+  auto options = under_pmi();
+  options.variables["XDG_RUNTIME_DIR"] = "";
+  EXPECT_TRUE(all_passed(run_ranks(
+      2,
+      [](int) {
+        expect_join_error<UsageError>({.join_timeout = seconds(10)},
+                                      {"2 names", "XDG_RUNTIME_DIR"});
+      },
+      options)));
+  EXPECT_EQ(read_small_file(mine), "precious");
+  std::filesystem::remove(path);
+  std::filesystem::remove(mine);
+}
+
+// Somebody else has taken the name in /tmp; in the user's own folder nobody can.
+TEST(Join, ThePrivateFolderIsPreferred) {
+  const std::string taken = meeting_file(testing::TempDir());
+  std::filesystem::create_directory(taken);
+  std::string folder = testing::TempDir() + "lockstep-private-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  auto options = under_pmi();
+  options.variables["XDG_RUNTIME_DIR"] = folder;
+  EXPECT_TRUE(all_passed(run_ranks(
+      2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); }, options)));
+  EXPECT_TRUE(std::filesystem::is_empty(folder));
+  // One that others may look into is no better than /tmp.
+  std::filesystem::permissions(folder, std::filesystem::perms(0755));
+  std::filesystem::remove(taken);
+  EXPECT_TRUE(all_passed(run_ranks(
+      2,
+      [&](int) {
+        const auto before = std::filesystem::last_write_time(folder);
+        expect_sum_over(World::join({.join_timeout = seconds(30)}));
+        EXPECT_EQ(std::filesystem::last_write_time(folder), before);
+      },
+      options)));
+  std::filesystem::remove(folder);
 }
 
 TEST(Join, UnderTorchrunsVariables) {
@@ -271,6 +324,27 @@ TEST(Join, AnEngineThatDoesNotExist) {
 
 TEST(Join, AnEngineThatIsNotBuilt) {
   expect_join_error<UsageError>({.engine = "nccl"}, {"The engine 'nccl' is not in this build: "});
+}
+
+// The time that `lockstep run --lost-after` sets holds for the ranks' own connections as well.
+TEST(Join, GlooLosesAHostWhenTheLaunchersDo) {
+  EXPECT_TRUE(all_passed(
+      run_ranks(2,
+                [](int) {
+                  const World world = World::join({.engine = "gloo", .join_timeout = seconds(30)});
+                  int longest = 0;
+                  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+                    const int fd = std::atoi(entry.path().filename().c_str());
+                    int unanswered = 0;
+                    socklen_t size = sizeof unanswered;
+                    if (::getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered, &size) == 0) {
+                      longest = std::max(longest, unanswered);
+                    }
+                  }
+                  EXPECT_EQ(longest, 21'000);
+                  world.barrier();
+                },
+                {.variables = {{"LOCKSTEP_LOST_AFTER", "21"}}})));
 }
 
 TEST(Join, AGlooTransportThatThisLibTorchDoesNotHave) {

@@ -8,9 +8,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <thread>
 #include <tuple>
 
@@ -23,7 +25,7 @@
 namespace lockstep::test {
 namespace {
 
-const std::string kSecret = "a secret of the tests";
+const std::string kSecret = "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA==";
 
 // A port that is free now, and the next one.
 int some_port() {
@@ -45,6 +47,9 @@ struct HostArguments {
   std::vector<std::string> more = {};
   std::vector<std::string> script = {};
   std::string secret = kSecret;
+  std::string program = "ACTOR";
+  std::string master = "127.0.0.1";
+  std::map<std::string, std::string> variables = {};
 };
 
 std::unique_ptr<Job> start_host(int host_rank, const HostArguments& its) {
@@ -56,12 +61,13 @@ std::unique_ptr<Job> start_host(int host_rank, const HostArguments& its) {
                                         "--host-rank",
                                         std::to_string(host_rank),
                                         "--master",
-                                        text::format("127.0.0.1:{}", its.port)};
+                                        text::format("{}:{}", its.master, its.port)};
   arguments.insert(arguments.end(), its.more.begin(), its.more.end());
-  arguments.insert(arguments.end(), {"--", "ACTOR"});
+  arguments.insert(arguments.end(), {"--", its.program});
   arguments.insert(arguments.end(), its.script.begin(), its.script.end());
-  return std::make_unique<Job>(arguments,
-                               JobOptions{.variables = {{"LOCKSTEP_SECRET", its.secret}}});
+  JobOptions options{.variables = its.variables};
+  options.variables["LOCKSTEP_SECRET"] = its.secret;
+  return std::make_unique<Job>(arguments, options);
 }
 
 std::vector<std::unique_ptr<Job>> start_hosts(const HostArguments& its) {
@@ -187,6 +193,37 @@ TEST(Hosts, ALauncherThatFallsSilentStopsTheOthers) {
   EXPECT_TRUE(jobs[1]->processes().empty());
 }
 
+// As a host that was suspended, or a launcher whose disk hung: it goes on after the others have
+// given it up.
+TEST(Hosts, OneThatWasHeldUpHearsThatItWasGivenUp) {
+  for (const std::size_t victim : {0, 1}) {
+    auto jobs = start_hosts({.port = some_port(),
+                             .more = {"--lost-after", "4", "--max-restarts", "3"},
+                             .script = {"print ready", "env LOCKSTEP_LOST_AFTER", "sleep 600"}});
+    for (const auto& job : jobs) job->wait_for_output("LOCKSTEP_LOST_AFTER=4", 2);
+    std::vector<pid_t> launchers;
+    for (const pid_t one : jobs[victim]->processes()) {
+      if (read_small_file(text::format("/proc/{}/comm", one)) == "lockstep\n") {
+        launchers.push_back(one);
+      }
+    }
+    ASSERT_EQ(launchers.size(), 2U);
+    for (const pid_t one : launchers) ::kill(one, SIGSTOP);
+    Job& other = *jobs[1 - victim];
+    other.wait_for_output("silent for 4 s");
+    EXPECT_EQ(other.wait().code, 1) << other.err();
+    for (const pid_t one : launchers) ::kill(one, SIGCONT);
+    EXPECT_EQ(jobs[victim]->wait().code, 1) << jobs[victim]->err();
+    const std::string said = jobs[victim]->err();
+    EXPECT_TRUE(has(said, text::format("this launcher was given up by host {}", 1 - victim)))
+        << said;
+    EXPECT_TRUE(has(said, "it has been silent for 4 s. If it was only held up")) << said;
+    EXPECT_FALSE(has(said, "closed the connection")) << said;
+    const char* const end = victim == 0 ? "the job ends here" : "There is no restart";
+    EXPECT_TRUE(has(other.err(), end)) << other.err();
+  }
+}
+
 TEST(Hosts, AnInterruptOnOneHostStopsAll) {
   auto jobs = start_hosts({.port = some_port(), .script = {"print ready", "sleep 600"}});
   for (const auto& job : jobs) job->wait_for_output("ready", 2);
@@ -205,6 +242,86 @@ TEST(Hosts, AllRestartTogether) {
     EXPECT_TRUE(has(job->err(), "restart 1 of 1")) << job->err();
     EXPECT_TRUE(has(job->out(), "done")) << job->out();
   }
+}
+
+// Host 0 decides on restarts, so it is its number that counts.
+TEST(Hosts, AllKnowHowOftenHost0Restarts) {
+  const int port = some_port();
+  const std::vector<std::string> script = {"env TORCHELASTIC_MAX_RESTARTS", "@0 @gen0 exit 5",
+                                           "@gen0 sleep 600"};
+  auto second = start_host(1, {.port = port, .ranks = "1", .script = script});
+  auto first = start_host(
+      0, {.port = port, .ranks = "1", .more = {"--max-restarts", "2"}, .script = script});
+  for (Job* const job : {first.get(), second.get()}) {
+    EXPECT_EQ(job->wait().code, 0) << job->err();
+    EXPECT_TRUE(has(job->err(), "restart 1 of 2")) << job->err();
+    EXPECT_TRUE(has(job->out(), "TORCHELASTIC_MAX_RESTARTS=2")) << job->out();
+  }
+}
+
+TEST(Hosts, ALostHostIsNotRestartedAndThatIsSaid) {
+  auto jobs = start_hosts({.port = some_port(),
+                           .more = {"--max-restarts", "3"},
+                           .script = {"print ready", "sleep 600"}});
+  for (const auto& job : jobs) job->wait_for_output("ready", 2);
+  for (const int signal : {SIGSTOP, SIGKILL}) {
+    for (const pid_t one : jobs[1]->processes()) ::kill(one, signal);
+  }
+  EXPECT_EQ(jobs[0]->wait().code, 1);
+  EXPECT_TRUE(has(jobs[0]->err(), "was lost: ")) << jobs[0]->err();
+  EXPECT_TRUE(has(jobs[0]->err(), "There is no restart: that needs all hosts.")) << jobs[0]->err();
+}
+
+TEST(Hosts, AnotherProgramIsRefused) {
+  const int port = some_port();
+  auto first = start_host(0, {.port = port, .script = {"print ran"}});
+  auto other = start_host(1, {.port = port, .program = "true"});
+  EXPECT_EQ(other->wait().code, 2);
+  EXPECT_TRUE(has(other->err(), "the program 'true' of host 1")) << other->err();
+  EXPECT_TRUE(has(other->err(), "--any-program")) << other->err();
+  // The job still waits for the right one.
+  auto second = start_host(1, {.port = port, .script = {"print ran"}});
+  EXPECT_EQ(first->wait().code, 0) << first->err();
+  EXPECT_EQ(second->wait().code, 0) << second->err();
+  EXPECT_TRUE(has(first->err(), "refused host ")) << first->err();
+}
+
+TEST(Hosts, ProgramsMayDifferIfThatIsMeant) {
+  const int port = some_port();
+  auto second = start_host(1, {.port = port, .program = "true"});
+  auto first = start_host(0, {.port = port, .more = {"--any-program"}, .program = "echo"});
+  EXPECT_EQ(first->wait().code, 0) << first->err();
+  EXPECT_EQ(second->wait().code, 0) << second->err();
+}
+
+TEST(Hosts, OtherArgumentsAreWarnedOfAndNamedAtTheEnd) {
+  const int port = some_port();
+  auto second = start_host(1, {.port = port, .ranks = "1", .script = {"sleep 600", "print 20"}});
+  auto first = start_host(0, {.port = port, .ranks = "1", .script = {"sleep 1", "exit 3"}});
+  EXPECT_EQ(first->wait().code, 3);
+  EXPECT_EQ(second->wait().code, 3);
+  for (Job* const job : {first.get(), second.get()}) {
+    const std::string& said = job->err();
+    EXPECT_TRUE(has(said, "warning: Host 1 (")) << said;
+    const std::size_t end = said.find("exited with code 3");
+    ASSERT_NE(end, std::string::npos) << said;
+    EXPECT_TRUE(has(said.substr(end),
+                    "was started with other arguments: argument 1 of its program "
+                    "is 'sleep 600', that of host 0's is 'sleep 1'."))
+        << said;
+  }
+}
+
+TEST(Hosts, AHostOfAnotherJobIsRefused) {
+  const int port = some_port();
+  auto first = start_host(0, {.port = port, .variables = {{"SLURM_JOB_ID", "17"}}});
+  auto other = start_host(1, {.port = port, .variables = {{"SLURM_JOB_ID", "18"}}});
+  EXPECT_EQ(other->wait().code, 2);
+  EXPECT_TRUE(has(other->err(), "host 1 has the job id '18', host 0 has the job id '17'"))
+      << other->err();
+  auto second = start_host(1, {.port = port, .more = {"--job-id", "17"}});
+  EXPECT_EQ(first->wait().code, 0) << first->err();
+  EXPECT_EQ(second->wait().code, 0) << second->err();
 }
 
 TEST(Hosts, WhatDoesNotFitTogetherIsSaid) {
@@ -235,6 +352,27 @@ TEST(Hosts, AHostThatDoesNotComeIsNamed) {
   EXPECT_TRUE(has(second->err(), "could not reach host 0")) << second->err();
 }
 
+TEST(Hosts, WhyHost0WasNotReachedIsSaid) {
+  const int port = some_port();
+  const auto reason = [](const HostArguments& its) {
+    auto job = start_host(1, its);
+    EXPECT_EQ(job->wait().code, 1);
+    EXPECT_FALSE(has(job->err(), ": .")) << job->err();
+    EXPECT_FALSE(has(job->err(), "..")) << job->err();
+    return job->err();
+  };
+  const std::vector<std::string> more = {"--join-timeout", "1"};
+  std::string said = reason({.port = port, .more = more});
+  EXPECT_TRUE(has(said, "Connection refused. Check --master")) << said;
+  const Fd silent = listen_at("127.0.0.1", port);  // takes connections, and says nothing
+  said = reason({.port = port, .more = more});
+  EXPECT_TRUE(has(said, "does not speak as a launcher does. Check --master")) << said;
+  // No name server is asked: a part of a name has 63 characters at most.
+  const std::string name(70, 'x');
+  said = reason({.port = port, .more = more, .master = name});
+  EXPECT_TRUE(has(said, text::format("The address of '{}' was not found: ", name))) << said;
+}
+
 TEST(Hosts, TheSecretIsNeededAndItsFileIsPrivate) {
   const std::string file = testing::TempDir() + text::format("secret-{}", ::getpid());
   std::ofstream(file) << kSecret << "\n";
@@ -245,15 +383,47 @@ TEST(Hosts, TheSecretIsNeededAndItsFileIsPrivate) {
     return job->err();
   };
   EXPECT_TRUE(has(refusal({.port = some_port(), .secret = ""}), "need a common secret"));
-  EXPECT_TRUE(has(refusal({.port = some_port(), .secret = "short"}), "5 characters"));
+  for (const std::string& weak : {std::string("short"), std::string("correct horse battery staple"),
+                                  std::string(64, 'a'), std::string(42, 'x') + "yz"}) {
+    EXPECT_TRUE(has(refusal({.port = some_port(), .secret = weak}), "can be guessed")) << weak;
+  }
   EXPECT_TRUE(has(refusal({.port = some_port(), .more = {"--secret-file", file}}),
                   "open to other users (mode 644)"));
   EXPECT_TRUE(
       has(refusal({.port = some_port(), .more = {"--secret-file", file + "x"}}), "cannot be read"));
   ::chmod(file.c_str(), 0600);
+  if (::geteuid() == 0) {  // who else could give it away
+    ASSERT_EQ(::chown(file.c_str(), 65534, 65534), 0);
+    EXPECT_TRUE(has(refusal({.port = some_port(), .more = {"--secret-file", file}}),
+                    "belongs to user 65534, this is user 0"));
+    ASSERT_EQ(::chown(file.c_str(), 0, 0), 0);
+  }
   const int port = some_port();
   auto second = start_host(1, {.port = port, .more = {"--secret-file", file}, .secret = ""});
   auto first = start_host(0, {.port = port});  // the same, from the variable
+  EXPECT_EQ(first->wait().code, 0) << first->err();
+  EXPECT_EQ(second->wait().code, 0) << second->err();
+  ::unlink(file.c_str());
+}
+
+TEST(Hosts, ASecretIsMadeOnce) {
+  const std::string file = testing::TempDir() + text::format("made-secret-{}", ::getpid());
+  EXPECT_EQ(run_job({"secret", file}).code, 0);
+  struct stat status {};
+  ASSERT_EQ(::stat(file.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777U, 0600U);
+  const std::string made = read_small_file(file);
+  EXPECT_EQ(made.size(), 45U);  // 32 bytes in base64, and the end of the line
+  const JobResult again = run_job({"secret", file});
+  EXPECT_EQ(again.code, 1);
+  EXPECT_TRUE(has(again.err, "File exists")) << again.err;
+  EXPECT_EQ(read_small_file(file), made);
+  const JobResult printed = run_job({"secret"});
+  EXPECT_EQ(printed.out.size(), 45U) << printed.err;
+  EXPECT_NE(printed.out, made);
+  const int port = some_port();
+  auto second = start_host(1, {.port = port, .more = {"--secret-file", file}, .secret = ""});
+  auto first = start_host(0, {.port = port, .secret = made.substr(0, 44)});
   EXPECT_EQ(first->wait().code, 0) << first->err();
   EXPECT_EQ(second->wait().code, 0) << second->err();
   ::unlink(file.c_str());
@@ -263,7 +433,8 @@ TEST(Hosts, AWrongSecretIsRefusedAndDisturbsNothing) {
   const int port = some_port();
   auto first = start_host(0, {.port = port, .script = {"print ready", "sleep 1"}});
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
-  auto stranger = start_host(1, {.port = port, .secret = "another secret altogether"});
+  auto stranger =
+      start_host(1, {.port = port, .secret = std::string(kSecret.rbegin(), kSecret.rend())});
   EXPECT_EQ(stranger->wait().code, 1);
   EXPECT_TRUE(has(stranger->err(), "another secret")) << stranger->err();
   auto second = start_host(1, {.port = port, .script = {"print ready", "sleep 1"}});
@@ -307,6 +478,60 @@ TEST(Hosts, StrangersAtThePortDisturbNothing) {
   EXPECT_EQ(second->wait().code, 0) << second->err();
   EXPECT_TRUE(has(first->err(), "refused 127.0.0.1:")) << first->err();
   EXPECT_TRUE(has(first->err(), "no more of these are shown")) << first->err();
+}
+
+// Copies what comes from one socket to the other; false at its end.
+bool copy_some(const Fd& from, const Fd& to) {
+  std::array<char, 4096> buffer{};
+  const ssize_t count = ::recv(from.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+  if (count < 0) return errno == EAGAIN;
+  return count > 0 &&
+         ::send(to.get(), buffer.data(), static_cast<std::size_t>(count), MSG_NOSIGNAL) == count;
+}
+
+// Between the moment in which a host connects and that in which it proves itself, somebody else
+// opens more connections than may be undecided at a time.
+TEST(Hosts, AFloodOfNewcomersPushesNoHostOut) {
+  const int port = some_port();
+  const Fd way = listen_at("127.0.0.1", 0);  // host 1's way to host 0
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  ::getsockname(way.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  auto first = start_host(0, {.port = port});
+  auto second = start_host(1, {.port = ntohs(address.sin_port)});
+  while (!is_reached("127.0.0.1", port)) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::jthread carrier([&](const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      pollfd waiting{way.get(), POLLIN, 0};
+      if (::poll(&waiting, 1, 20) <= 0) continue;
+      const Fd host1(::accept4(way.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      const Fd host0 = connect_to(port);
+      std::vector<Fd> flood;
+      for (int i = 0; i < 200; ++i) {
+        Fd one(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        sockaddr_in from{};
+        from.sin_family = AF_INET;
+        from.sin_addr.s_addr = htonl(INADDR_LOOPBACK + 1);  // another machine's address
+        ::bind(one.get(), reinterpret_cast<sockaddr*>(&from), sizeof from);
+        sockaddr_in to{};
+        to.sin_family = AF_INET;
+        to.sin_port = htons(static_cast<std::uint16_t>(port));
+        to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        if (::connect(one.get(), reinterpret_cast<sockaddr*>(&to), sizeof to) == 0) {
+          flood.push_back(std::move(one));
+        }
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));  // all have been taken in
+      while (!stop.stop_requested()) {
+        pollfd ends[2] = {{host1.get(), POLLIN, 0}, {host0.get(), POLLIN, 0}};
+        ::poll(ends, 2, 20);
+        if (!copy_some(host1, host0) || !copy_some(host0, host1)) break;
+      }
+    }
+  });
+  EXPECT_EQ(first->wait().code, 0) << first->err();
+  EXPECT_EQ(second->wait().code, 0) << second->err();
+  EXPECT_TRUE(has(first->err(), "too many at a time")) << first->err();
 }
 
 // Who answers at the address but does not know the secret learns nothing: a certificate is no

@@ -39,7 +39,7 @@ TEST(Launch, BadArgumentsAreOneSentenceAndExitCode2) {
   const std::string file = testing::TempDir() + "not-executable";
   std::ofstream(file) << "no program";
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{}, "say what to do: run, inspect, doctor or completion"},
+      {{}, "say what to do: run, inspect, doctor, secret or completion"},
       {{"dance"}, "dance"},
       {{"inspect"}, "path"},
       {{"inspect", "a", "b"}, "one path, or --diff and two"},
@@ -353,6 +353,32 @@ TEST(Launch, AFailureIsReportedAtTheEnd) {
   EXPECT_FALSE(has(text, "\n    0000000010")) << text;  // reason
   EXPECT_TRUE(has(text, "Because of it:\n    rank 0 exited with code 4")) << text;
   EXPECT_TRUE(text.ends_with("lockstep: exit code 3\n")) << text;
+}
+
+// A program that catches no exception ends by SIGABRT, which no launcher sends.
+TEST(Launch, WhatARankSaidBeforeItAbortedIsInTheReport) {
+  const JobResult result =
+      run_job({"run", "-n", "2", "--", "ACTOR", "@0 ignore 15", "@1 sleep 1", "@1 exit 3",
+               "@0 sleep 2", "@0 error its own reason", "@0 raise 6"});
+  EXPECT_EQ(result.code, 3);
+  EXPECT_TRUE(has(result.err,
+                  "Because of it:\n    rank 0 was killed by signal 6 (Aborted)\n      "
+                  "its own reason\n"))
+      << result.err;
+}
+
+// All ranks fail at about the same time: those that are not the first are stopped while they leave.
+TEST(Launch, TheErrorOfARankThatWasStoppedIsInTheReport) {
+  const JobResult result =
+      run_job({"run", "-n", "3", "--", "ACTOR",
+               "@0 error lockstep error on rank 0 (host a), join:", "@0 error   its own reason",
+               "@0 lines 7 20", "@1 sleep 1", "@1 exit 3", "sleep 60"});
+  EXPECT_EQ(result.code, 3);
+  EXPECT_TRUE(has(result.err,
+                  "Because of it:\n    rank 0 was killed by signal 15 (Terminated)\n      lockstep "
+                  "error on rank 0 (host a), join:\n        its own reason\n"))
+      << result.err;
+  EXPECT_FALSE(has(result.err, "rank 2 was killed")) << result.err;  // it only waited
 }
 
 TEST(Launch, ASignalIsNamed) {

@@ -8,7 +8,7 @@ RankOptions on_network(const NetHosts& hosts, const std::vector<int>& ranks) {
   for (int host = 0; host < static_cast<int>(ranks.size()); ++host) {
     options.launchers.push_back(hosts.launcher(host, ranks));
   }
-  options.variables["LOCKSTEP_SECRET"] = "a secret of the tests";
+  options.variables["LOCKSTEP_SECRET"] = "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA==";
   return options;
 }
 

@@ -70,20 +70,19 @@ std::set<int> tcp_sockets() {
 
 // A host that is cut off says nothing, and TCP alone would wait for it for many minutes. Gloo has
 // no option for it, so this is done to the sockets that it has opened.
-void notice_lost_hosts(const std::set<int>& sockets_before) {
-  constexpr int kIdle = 5;      // seconds without a word until it is asked
+void notice_lost_hosts(const std::set<int>& sockets_before, int lost_after) {
   constexpr int kInterval = 1;  // seconds
   constexpr int kCount = 3;
-  constexpr int kUnanswered =
-      1000 * (kIdle + kCount * kInterval);  // milliseconds; as the launchers
+  const int idle = lost_after - kCount * kInterval;  // seconds without a word until it is asked
+  const int unanswered = 1000 * lost_after;          // milliseconds
   constexpr int kOn = 1;
   for (const int fd : tcp_sockets()) {
     if (sockets_before.contains(fd)) continue;
     ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &kOn, sizeof kOn);
-    ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kIdle, sizeof kIdle);
+    ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
     ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kInterval, sizeof kInterval);
     ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kCount, sizeof kCount);
-    ::setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUnanswered, sizeof kUnanswered);
+    ::setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered, sizeof unanswered);
   }
 }
 
@@ -99,9 +98,11 @@ Backend make_gloo(const EngineContext& context) {
   } catch (const c10::Error& error) {
     throw_no_device(context.rank, error);
   }
+  // `lockstep run --lost-after` sets it, so that launchers and ranks lose a host together.
+  const int lost_after = Environment::of_process().get_int("LOCKSTEP_LOST_AFTER", 4).value_or(8);
   const std::set<int> sockets_before = tcp_sockets();
   Backend gloo = c10::make_intrusive<Gloo>(context.store, context.rank, context.size(), options);
-  notice_lost_hosts(sockets_before);
+  notice_lost_hosts(sockets_before, lost_after);
   gloo->setTimeout(context.timeout);
   return gloo;
 }

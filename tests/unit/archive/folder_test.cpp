@@ -240,6 +240,80 @@ TEST_F(Folder, InspectSaysWhatIsThere) {
   EXPECT_THROW(inspect("/proc/self"), UsageError);
 }
 
+// A long name makes one line long, not all of them; likewise a long path into the state.
+TEST_F(Folder, AReportIsNotMuchLongerThanTheFile) {
+  std::vector<std::pair<std::string, TensorEntry>> tensors = {
+      {std::string(60'000, 'n'), {.dtype = "F32", .shape = {0}}}};
+  nlohmann::json inner = nlohmann::json::object();
+  for (int i = 0; i < 1000; ++i) {
+    tensors.emplace_back(std::to_string(i), TensorEntry{.dtype = "F32", .shape = {0}});
+    inner[std::to_string(i)] = i;
+  }
+  const std::string file = path_ + "/strange.safetensors";
+  std::ofstream(file) << make_header(tensors, {});
+  EXPECT_LT(inspect(file).text.size(), 2 * fs::file_size(file));
+  EXPECT_TRUE(inspect(file).text.find("nnn...  F32 [0]") != std::string::npos);
+
+  const CheckpointFolder folder(path_);
+  const auto commit_state = [&](std::int64_t number, const nlohmann::json& state) {
+    const std::string name_now = folder.begin();
+    Manifest manifest{.world_size = 1};
+    manifest.files.push_back(
+        write_file(folder.path() + "/" + name_now, "state.json", state.dump()));
+    folder.commit(name_now, {number, 0}, manifest);
+    return folder.path() + "/" + CheckpointName{number, 0}.text();
+  };
+  const std::string key(60'000, 'k');
+  const std::string one = commit_state(0, {{key, inner}});
+  for (auto& [_, value] : inner.items()) value = -1;
+  const Report report = diff(one, commit_state(1, {{key, inner}}));
+  EXPECT_LT(report.text.size(), 400'000U);
+  EXPECT_NE(report.text.find("k.../999: 999 and -1\n"), std::string::npos);
+  EXPECT_NE(diff(one, commit_state(2, {{"other", 1}})).text.find("state/other: nothing and 1\n"),
+            std::string::npos);
+}
+
+TEST_F(Folder, NothingThatAFileSaysReachesTheTerminal) {
+  const std::string escape = "\x1b[2J\xc2\x9b\n";
+  std::vector<std::pair<std::string, TensorEntry>> tensors = {
+      {"a" + escape + "1", {.dtype = "F32", .shape = {0}}},
+      {"a" + escape + "2", {.dtype = "F32", .shape = {0}}}};
+  const std::string left = path_ + "/left.safetensors";
+  std::ofstream(left) << make_header(tensors, {});
+  tensors.pop_back();
+  const std::string right = path_ + "/right" + escape + ".safetensors";
+  std::ofstream(right) << make_header(tensors, {});
+  const auto expect_plain = [](const std::string& text) {
+    EXPECT_EQ(text.find_first_of("\x1b\x9b"), std::string::npos) << text;
+  };
+  for (const std::string& text :
+       {inspect(left).text, inspect(right).text, diff(left, right).text}) {
+    expect_plain(text);
+    EXPECT_NE(text.find("a\\x1b[2J\\xc2\\x9b\\x0a"), std::string::npos) << text;
+  }
+  EXPECT_NE(inspect(left).text.find("2 tensors"), std::string::npos);
+
+  const CheckpointFolder folder(path_);
+  const std::string name_now = folder.begin();
+  Manifest manifest{.world_size = 1};
+  manifest.files.push_back(write_file(folder.path() + "/" + name_now, "state.json",
+                                      nlohmann::json{{"parts", {{escape, escape}}}}.dump()));
+  folder.commit(name_now, {0, 0}, manifest);
+  expect_plain(inspect(path_ + "/0-step-0").text);
+  manifest.files[0].name = escape;
+  folder.commit(folder.begin(), {1, 0}, manifest);
+  expect_plain(inspect(path_ + "/1-step-0").text);
+  expect_plain(damage_of(path_ + "/1-step-0"));
+  expect_plain(inspect(path_).text);
+}
+
+TEST_F(Folder, WhatCannotBeLookedAtIsAnError) {
+  fs::create_symlink(path_ + "/loop", path_ + "/loop");
+  EXPECT_THROW(inspect(path_ + "/loop"), SystemError);
+  EXPECT_THROW(diff(path_ + "/loop", path_ + "/loop"), SystemError);
+  EXPECT_THROW(inspect(path_ + "/" + std::string(300, 'x')), SystemError);
+}
+
 // Files from strangers do no harm, whatever is in them.
 TEST_F(Folder, ForeignFilesAreRefused) {
   const CheckpointFolder folder(path_);

@@ -56,6 +56,11 @@ TEST(Safetensors, EveryTypeHasItsSize) {
   EXPECT_EQ(bytes_of_dtype("f32"), 0);
 }
 
+TEST(Safetensors, NamesInErrorsDoNothingToATerminal) {
+  expect_refused(file_with(R"({"\u001b[2J":{"dtype":"F32"}})", 0), R"('\x1b[2J' lacks)");
+  expect_refused(file_with(R"({"\u001b[2J":7})", 0), R"(near '\x1b[2J')");
+}
+
 TEST(Safetensors, WhatIsNotWholeIsRefusedWithTheReason) {
   expect_refused("", "0 bytes");
   expect_refused("1234567", "7 bytes");

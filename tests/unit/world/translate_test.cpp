@@ -50,6 +50,19 @@ TEST(Translate, ATimeoutWithAllAliveIsATimeout) {
   EXPECT_NE(text.find("same calls in the same order"), std::string::npos);
 }
 
+TEST(Translate, ConnectingIsBoundedByTheTimeToJoin) {
+  for (const char* operation : {"join", "duplicate", "all_reduce"}) {
+    try {
+      rethrow_translated(std::make_exception_ptr(std::runtime_error("Timed out waiting 100ms")),
+                         {this_member(0), this_member(1)}, 0, operation, "the engine 'gloo'");
+    } catch (const TimeoutError& error) {
+      const char* const option =
+          operation == std::string("all_reduce") ? "JoinOptions::timeout." : "join_timeout.";
+      EXPECT_NE(error.message().find(option), std::string::npos) << error.message();
+    }
+  }
+}
+
 TEST(Translate, AnythingElseIsARefusedCall) {
   const auto text =
       translated<UsageError>("Invalid scalar type\nException raised from x", {this_member(0)});

@@ -1,0 +1,96 @@
+#include "launch/hello.h"
+
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <array>
+
+#include "archive/file.h"
+#include "base/posix.h"
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+std::string hash_of_program(const std::string& path) try {
+  return FileReader(path).hash();
+} catch (const Error&) {
+  return {};
+}
+
+std::string named(const std::string& job_id) {
+  return job_id.empty() ? "no job id" : text::format("the job id '{}'", job_id);
+}
+
+}  // namespace
+
+Hello hello_of(const RunOptions& options) {
+  return {.host_rank = options.host_rank,
+          .num_hosts = options.num_hosts,
+          .num_ranks = options.num_ranks,
+          .host = host_name(),
+          .job_id = options.job_id,
+          .program = options.command.front(),
+          .program_hash = hash_of_program(options.program_path),
+          .arguments = {options.command.begin() + 1, options.command.end()}};
+}
+
+std::string scheduler_job_id(const Environment& environment) {
+  // The second variable counts the jobs of an array that share the first.
+  struct Names {
+    const char* job;
+    const char* index;
+  };
+  constexpr std::array<Names, 5> kSchedulers = {{{"SLURM_JOB_ID", ""},
+                                                 {"PBS_JOBID", ""},
+                                                 {"LSB_JOBID", "LSB_JOBINDEX"},
+                                                 {"FLUX_JOB_ID", ""},
+                                                 {"JOB_ID", "SGE_TASK_ID"}}};
+  for (const Names& names : kSchedulers) {
+    const auto job = environment.get(names.job);
+    const auto index = environment.get(names.index);
+    // JOB_ID alone may be anybody's.
+    if (!job || (std::string_view(names.job) == "JOB_ID" && !index)) continue;
+    return index ? *job + "." + *index : *job;
+  }
+  return {};
+}
+
+std::string find_conflict(const Hello& first, const Hello& host, bool may_programs_differ) {
+  if (host.job_id != first.job_id) {
+    return text::format(
+        "host {} has {}, host 0 has {}: give each job a port of its own (--master), and all hosts "
+        "of one the same --job-id",
+        host.host_rank, named(host.job_id), named(first.job_id));
+  }
+  if (host.num_hosts != first.num_hosts) {
+    return text::format(
+        "host {} was started with --hosts {}, host 0 with --hosts {}: give all the same number",
+        host.host_rank, host.num_hosts, first.num_hosts);
+  }
+  if (host.host_rank < 1 || host.host_rank >= first.num_hosts) {
+    return text::format("--host-rank {} is not in 1 to {}", host.host_rank, first.num_hosts - 1);
+  }
+  const bool is_known = !host.program_hash.empty() && !first.program_hash.empty();
+  if (is_known && host.program_hash != first.program_hash && !may_programs_differ) {
+    return text::format(
+        "the program '{}' of host {} ({}) is not the program '{}' of host 0 ({}): copy the same "
+        "file to all hosts, or start host 0 with --any-program if they are meant to differ",
+        host.program, host.host_rank, host.program_hash.substr(0, 8), first.program,
+        first.program_hash.substr(0, 8));
+  }
+  return {};
+}
+
+std::string compare_arguments(const Hello& first, const Hello& host) {
+  const auto differ = std::ranges::mismatch(first.arguments, host.arguments);
+  if (differ.in1 == first.arguments.end() && differ.in2 == host.arguments.end()) return {};
+  const auto shown = [](const auto& at, const std::vector<std::string>& all) {
+    return at == all.end() ? "nothing" : text::format("'{}'", at->substr(0, 100));
+  };
+  return text::format("argument {} of its program is {}, that of host 0's is {}",
+                      differ.in1 - first.arguments.begin() + 1, shown(differ.in2, host.arguments),
+                      shown(differ.in1, first.arguments));
+}
+
+}  // namespace lockstep
