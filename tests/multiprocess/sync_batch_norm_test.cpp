@@ -208,8 +208,9 @@ TEST(SyncBatchNorm, DifferentLayersAtOnceAreAnError) {
     nn::BatchNorm1d second(4);
     const nn::Sequential model(first, second);
     const SyncBatchNorm sync(model, world);
-    const std::string text =
-        text_of([&] { (rank == 0 ? first : second)->forward(at::randn({8, 4})); });
+    const std::string text = text_of([&] {
+      (rank == 0 ? first : second)->forward(at::randn({8, 4}));
+    });
     EXPECT_NE(text.find("Rank 0 calls the layer 0, but rank 1 calls 1"), std::string::npos) << text;
   })));
 }

@@ -20,14 +20,21 @@ Leaders::Leaders(const HostLayout& layout, Wire& wire) : layout_(layout), wire_(
   }
 }
 
+Parcel Leaders::expect(int host) {
+  return wire_.receive(layout_.helper(host, 0), reinterpret_cast<std::byte*>(&from(host)),
+                       sizeof(Message), kLeadersTag, inbox_[now_].messages);
+}
+
 // The present inbox is free: it is the last of those ahead.
 void Leaders::expect_next() {
-  Inbox& inbox = inbox_[now_];
   for (int host = 0; host < layout_.num_hosts(); ++host) {
     if (host == layout_.host) continue;
-    inbox.parcels.push_back(wire_.receive(layout_.helper(host, 0),
-                                          reinterpret_cast<std::byte*>(&from(host)),
-                                          sizeof(Message), kLeadersTag, inbox.messages));
+    Parcel& parcel = inbox_[now_].parcels.emplace_back();
+    parcel.peer = layout_.helper(host, 0);
+    try {
+      parcel = expect(host);
+    } catch (const PeerLostError&) {  // NOLINT: it may have left after its last operation
+    }
   }
   now_ = (now_ + 1) % kAhead;
 }
@@ -45,8 +52,10 @@ void Leaders::tell(const OperationHeader& header, const std::byte* payload, std:
 
 void Leaders::hear(const Wait& wait, const Compare& compare) {
   for (Parcel& parcel : inbox_[now_].parcels) {
+    const int host = layout_.host_of(parcel.peer);
+    if (!parcel.work) parcel = expect(host);  // throws, as now the message is needed
     wait(parcel);
-    compare(parcel.peer, from(layout_.host_of(parcel.peer)).header);
+    compare(parcel.peer, from(host).header);
   }
   inbox_[now_].parcels.clear();
 }

@@ -60,6 +60,7 @@ class Leaders {
   static constexpr std::size_t kAhead = 4;
 
   Message& from(int host) const { return (*inbox_[now_].messages)[static_cast<std::size_t>(host)]; }
+  Parcel expect(int host);
   void expect_next();
 
   const HostLayout& layout_;

@@ -88,6 +88,7 @@ class CountedEngine : public c10d::Backend {
   }
 
   WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    if (has_lost_peers) throw std::runtime_error("Connection closed by peer");
     const std::lock_guard lock(network_.mutex);
     Network::Way& way = network_.ways[{peer, rank_, tag}];
     const auto trip = way.at(way.num_expected++);
@@ -97,6 +98,7 @@ class CountedEngine : public c10d::Backend {
   }
 
   std::atomic<int> clock{0};
+  std::atomic<bool> has_lost_peers{false};
 
  private:
   WorkPtr post(const std::shared_ptr<Trip>& trip, bool is_send) {
@@ -113,7 +115,8 @@ class CountedEngine : public c10d::Backend {
 
 // Two hosts of two ranks each: the trips between hosts that ten of an operation take, on the rank
 // that sees most of them.
-int trips_of_ten(const std::function<void(Hierarchy&)>& run) {
+int trips_of_ten(const std::function<void(Hierarchy&)>& run,
+                 const std::function<void(Hierarchy&, CountedEngine&)>& after = {}) {
   constexpr int kSize = 4;
   Network network;
   std::vector<Member> members;
@@ -145,6 +148,8 @@ int trips_of_ten(const std::function<void(Hierarchy&)>& run) {
         const int trips = engine->clock - 100;
         for (int before = most; trips > before && !most.compare_exchange_weak(before, trips);) {
         }
+        sync();
+        if (after) after(hierarchy, *engine);
         sync();
       }
       sync();  // threads share one mapping: nobody unmaps it before
@@ -203,6 +208,20 @@ TEST(Latency, AnAllGatherOfNumbersIsOneTrip) {
               EXPECT_EQ(all, (std::array<std::int64_t, 4>{0, 7, 14, 21}));
             }),
             10);
+}
+
+// One that has ended its last operation may leave, while another prepares for those that could
+// follow.
+TEST(Latency, ALeaderMayLeaveAfterItsLastOperation) {
+  const auto run = [](Hierarchy& hierarchy) { run_one(hierarchy, Operation{}); };
+  trips_of_ten(run, [&](Hierarchy& hierarchy, CountedEngine& engine) {
+    engine.has_lost_peers = true;
+    run(hierarchy);
+    const auto go_on = [&] {
+      for (int i = 0; i < 10; ++i) run(hierarchy);
+    };
+    EXPECT_THROW(go_on(), PeerLostError);
+  });
 }
 
 TEST(Latency, ABarrierIsOneTrip) {
