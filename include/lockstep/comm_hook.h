@@ -11,6 +11,7 @@
 #include <lockstep/world.h>
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -44,9 +45,18 @@ class LOCKSTEP_API HookComm {
   // Bytes that this rank has given to collectives so far.
   std::int64_t bytes_sent() const { return bytes_sent_; }
 
+  // Lets the engine do what has become possible of the collectives that were started; called while
+  // backward goes on.
+  void poll();
+
  private:
+  friend class Reducer;
+  void end_step() { works_.clear(); }
+  c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<c10d::Work> work);
+
   World world_;
   std::int64_t bytes_sent_ = 0;
+  std::deque<c10::intrusive_ptr<c10d::Work>> works_;  // that are not known to be done
 };
 
 // What a hook keeps from step to step on this rank, by names of its own.

@@ -23,7 +23,8 @@ struct SyncBatchNormState;
 //
 // Gradients mix within the layers, so with different numbers of rows give each rank its part of the
 // whole loss, sum * ranks / all rows, instead of DistributedDataParallel's set_weight().
-// Ranks must call the layers in the same order. A layer without weights and without running
+// Ranks must call the layers in the same order: else UsageError, on all. So it is if one rank has a
+// single row, which LibTorch refuses where it is. A layer without weights and without running
 // statistics cannot be told from others: UsageError names it.
 class LOCKSTEP_API SyncBatchNorm {
  public:

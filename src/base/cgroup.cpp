@@ -1,5 +1,7 @@
 #include "base/cgroup.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -55,23 +57,34 @@ void for_each_group(const std::string& system_root, const std::string& controlle
   }
 }
 
+std::uint64_t inode_of(const std::string& folder) {
+  struct stat status {};
+  return ::stat(folder.c_str(), &status) == 0 ? status.st_ino : 0;
+}
+
+double least(const std::vector<Limit>& limits) {
+  double amount = std::numeric_limits<double>::infinity();
+  for (const Limit& limit : limits) amount = std::min(amount, limit.amount);
+  return amount;
+}
+
 }  // namespace
 
-std::uint64_t memory_left_in_cgroup(const std::string& system_root) {
-  std::uint64_t left = kNoLimit;
+std::vector<Limit> memory_limits(const std::string& system_root) {
+  std::vector<Limit> limits;
   for_each_group(system_root, "memory", [&](const std::string& folder, bool is_v2) {
     const auto limit = number_in(folder + (is_v2 ? "/memory.max" : "/memory.limit_in_bytes"));
     const auto usage = number_in(folder + (is_v2 ? "/memory.current" : "/memory.usage_in_bytes"));
     if (limit == kNoLimit || usage == kNoLimit) return;
     // Pages of files that were read count as used, and are given back when memory is needed.
     const std::uint64_t used = usage - std::min(usage, reclaimable_in(folder + "/memory.stat"));
-    left = std::min(left, limit - std::min(limit, used));
+    limits.push_back({inode_of(folder), static_cast<double>(limit - std::min(limit, used))});
   });
-  return left;
+  return limits;
 }
 
-double cores_in_cgroup(const std::string& system_root) {
-  double cores = std::numeric_limits<double>::infinity();
+std::vector<Limit> core_limits(const std::string& system_root) {
+  std::vector<Limit> limits;
   for_each_group(system_root, "cpu", [&](const std::string& folder, bool is_v2) {
     // "200000 100000": microseconds of each period. v1 has two files, and -1 for no limit.
     std::istringstream text(is_v2 ? read_small_file(folder + "/cpu.max")
@@ -79,9 +92,18 @@ double cores_in_cgroup(const std::string& system_root) {
                                         read_small_file(folder + "/cpu.cfs_period_us"));
     double quota = 0;
     double period = 0;
-    if (text >> quota >> period && quota > 0 && period > 0) cores = std::min(cores, quota / period);
+    if (text >> quota >> period && quota > 0 && period > 0) {
+      limits.push_back({inode_of(folder), quota / period});
+    }
   });
-  return cores;
+  return limits;
 }
+
+std::uint64_t memory_left_in_cgroup(const std::string& system_root) {
+  const std::vector<Limit> limits = memory_limits(system_root);
+  return limits.empty() ? kNoLimit : static_cast<std::uint64_t>(least(limits));
+}
+
+double cores_in_cgroup(const std::string& system_root) { return least(core_limits(system_root)); }
 
 }  // namespace lockstep

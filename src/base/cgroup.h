@@ -5,8 +5,19 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace lockstep {
+
+// What a cgroup allows to all processes in it and below it together.
+struct Limit {
+  std::uint64_t group = 0;  // which one: its inode
+  double amount = 0;        // bytes that are left, or cores
+};
+
+// Of this process's cgroup, and of those above it, as far as they have one.
+std::vector<Limit> memory_limits(const std::string& system_root);
+std::vector<Limit> core_limits(const std::string& system_root);
 
 // How many bytes this process's memory cgroup, and those above it, still allow; the largest number
 // if there is no limit.

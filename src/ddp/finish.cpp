@@ -94,6 +94,7 @@ void Reducer::finish() {
 // The one place where a step ends, however it does.
 void Reducer::end_step() {
   step_ = {};
+  hook_comm_.end_step();
   num_local_ = 0;
 }
 

@@ -352,10 +352,10 @@ c10::intrusive_ptr<c10d::Work> Reducer::start_mean(const at::Tensor& tensor) {
 
 // Lets the engine do what has become possible. Buckets complete in the order posted.
 void Reducer::poll() {
+  if (options_.hook) return hook_comm_.poll();
   auto& buckets = buckets_.all();
   while (step_.num_completed < step_.num_posted) {
-    const auto& work = buckets[step_.num_completed].work;
-    if (!work || !work->isCompleted()) return;
+    if (!buckets[step_.num_completed].work->isCompleted()) return;
     ++step_.num_completed;
   }
 }

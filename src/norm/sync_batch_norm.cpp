@@ -14,11 +14,13 @@
 #include <torch/library.h>
 #include <torch/nn/modules/batchnorm.h>
 
+#include <exception>
 #include <map>
 #include <vector>
 
 #include "base/mutex.h"
 #include "base/text.h"
+#include "norm/layer.h"
 
 namespace lockstep {
 namespace {
@@ -41,8 +43,7 @@ class Layers {
   }
 
   // False if it is there already.
-  bool add(const at::Tensor& key, std::shared_ptr<World> world,
-           const std::shared_ptr<torch::nn::Module>& module) {
+  bool add(const at::Tensor& key, std::shared_ptr<Layer> layer) {
     const MutexLock lock(mutex_);
     if (layers_.contains(key.unsafeGetTensorImpl())) return false;
     if (layers_.empty()) {
@@ -52,34 +53,30 @@ class Layers {
         library->impl("batch_norm", torch::CppFunction::makeFromUnboxedFunction(&synchronised));
       }
     }
-    layers_[key.unsafeGetTensorImpl()] = {std::move(world), module};
+    layers_[key.unsafeGetTensorImpl()] = std::move(layer);
     return true;
   }
 
-  void remove(const at::Tensor& key) {
+  std::shared_ptr<Layer> remove(const at::Tensor& key) {
     const MutexLock lock(mutex_);
-    layers_.erase(key.unsafeGetTensorImpl());
+    auto layer = std::move(layers_.extract(key.unsafeGetTensorImpl()).mapped());
     if (layers_.empty()) libraries_.clear();
+    return layer;
   }
 
-  // The world of a layer that trains. Without running statistics, a layer in eval() calls the
-  // operator as if it trained.
-  std::shared_ptr<World> find(const std::optional<at::Tensor>& tensor) {
+  // A layer that trains. Without running statistics, one in eval() calls the operator as if it
+  // trained.
+  std::shared_ptr<Layer> find(const std::optional<at::Tensor>& tensor) {
     if (!tensor || !tensor->defined()) return nullptr;
     const MutexLock lock(mutex_);
     const auto found = layers_.find(tensor->unsafeGetTensorImpl());
     if (found == layers_.end()) return nullptr;
-    const auto module = found->second.module.lock();
-    return module && module->is_training() ? found->second.world : nullptr;
+    return found->second->is_training() ? found->second : nullptr;
   }
 
  private:
-  struct Layer {
-    std::shared_ptr<World> world;
-    std::weak_ptr<torch::nn::Module> module;
-  };
   Mutex mutex_;
-  std::map<const c10::TensorImpl*, Layer> layers_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<const c10::TensorImpl*, std::shared_ptr<Layer>> layers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<torch::Library>> libraries_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
@@ -110,7 +107,8 @@ class Function : public torch::autograd::Function<Function> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
                             const Maybe& maybe_weight, const Maybe& maybe_bias,
                             const Maybe& maybe_mean, const Maybe& maybe_variance, double momentum,
-                            double eps, std::shared_ptr<World> world) {
+                            double eps, std::shared_ptr<Layer> layer) {
+    const std::shared_ptr<World>& world = layer->world();
     const at::Tensor weight = maybe_weight.value_or(at::Tensor());
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor running_mean = maybe_mean.value_or(at::Tensor());
@@ -120,18 +118,16 @@ class Function : public torch::autograd::Function<Function> {
     const std::int64_t channels = input.size(1);
     const std::int64_t per_channel = input.numel() / std::max<std::int64_t>(channels, 1);
     const auto count = static_cast<double>(per_channel);
-    // Of each rank: count, means, and sums of squared deviations, which add up without cancelling.
-    // In double, and in the order of ranks: the same bits on all.
-    at::Tensor mine = at::zeros({1 + 2 * channels}, input.options().dtype(at::kDouble));
-    mine[0] = count;
+    at::Tensor mine = layer->tell(count, channels, input.options());
     if (count > 0) {
       const auto [variance, mean] = at::var_mean(wide, dims, /*unbiased=*/false);
-      mine.narrow(0, 1, channels).copy_(mean);
-      mine.narrow(0, 1 + channels, channels).copy_(variance.to(at::kDouble) * count);
+      mine.narrow(0, Layer::kNumTold, channels).copy_(mean);
+      mine.narrow(0, Layer::kNumTold + channels, channels).copy_(variance.to(at::kDouble) * count);
     }
     const at::Tensor all = world->all_gather(mine);
-    const at::Tensor counts = all.narrow(1, 0, 1);
-    const at::Tensor means = all.narrow(1, 1, channels);
+    layer->check(all);
+    const at::Tensor counts = all.narrow(1, Layer::kCount, 1);
+    const at::Tensor means = all.narrow(1, Layer::kNumTold, channels);
     const auto total = counts.sum().item<double>();
     if (total < 2) {
       throw UsageError({.rank = world->rank(), .operation = "SyncBatchNorm"},
@@ -140,8 +136,8 @@ class Function : public torch::autograd::Function<Function> {
                                     total));
     }
     const at::Tensor mean = (means * counts).sum(0) / total;
-    const at::Tensor squares =
-        all.narrow(1, 1 + channels, channels).sum(0) + ((means - mean).pow(2) * counts).sum(0);
+    const at::Tensor squares = all.narrow(1, Layer::kNumTold + channels, channels).sum(0) +
+                               ((means - mean).pow(2) * counts).sum(0);
     const at::Tensor variance = squares / total;
     const at::Tensor scale = (variance + eps).rsqrt();
     if (running_mean.defined()) {
@@ -155,7 +151,7 @@ class Function : public torch::autograd::Function<Function> {
     context->saved_data["has_bias"] = bias.defined();
     context->saved_data["bias_type"] =
         static_cast<std::int64_t>(bias.defined() ? bias.scalar_type() : input.scalar_type());
-    Worlds::keep(context, std::move(world));
+    Worlds::keep(context, world);
     if (weight.defined()) output = output * by_channel(weight, wide);
     if (bias.defined()) output = output + by_channel(bias, wide);
     return output.to(input.scalar_type());
@@ -231,12 +227,12 @@ at::Tensor synchronised(const at::Tensor& input, const std::optional<at::Tensor>
                         const std::optional<at::Tensor>& running_mean,
                         const std::optional<at::Tensor>& running_var, bool is_training,
                         double momentum, double eps, bool cudnn_enabled) {
-  std::shared_ptr<World> world;
+  std::shared_ptr<Layer> layer;
   if (is_training) {
-    world = Layers::of_process().find(weight);
-    if (!world) world = Layers::of_process().find(running_mean);
+    layer = Layers::of_process().find(weight);
+    if (!layer) layer = Layers::of_process().find(running_mean);
   }
-  if (!world) {
+  if (!layer) {
     return at::native::batch_norm(input, weight, bias, running_mean, running_var, is_training,
                                   momentum, eps, cudnn_enabled);
   }
@@ -245,7 +241,7 @@ at::Tensor synchronised(const at::Tensor& input, const std::optional<at::Tensor>
     return tensor && tensor->defined() ? tensor : std::nullopt;
   };
   return Function::apply(input, given(weight), given(bias), given(running_mean), given(running_var),
-                         momentum, eps, world);
+                         momentum, eps, layer);
 }
 
 }  // namespace
@@ -254,7 +250,11 @@ struct SyncBatchNormState {
   std::vector<at::Tensor> keys;  // alive, so that no other tensor takes their place
 
   ~SyncBatchNormState() {
-    for (const at::Tensor& key : keys) Layers::of_process().remove(key);
+    const bool is_unwinding = std::uncaught_exceptions() > 0;
+    for (const at::Tensor& key : keys) {
+      const auto layer = Layers::of_process().remove(key);
+      if (is_unwinding) layer->give_up();
+    }
   }
 };
 
@@ -266,9 +266,10 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
   }
   if (world.size() == 1) return;
   const auto own = std::make_shared<World>(world.duplicate());
-  const auto add = [&](const auto& item, const at::Tensor& weight, const at::Tensor& mean) {
+  const auto names = std::make_shared<std::vector<std::string>>();
+  const auto add = [&](const auto& item, const auto& norm) {
     const std::string& name = item.key();
-    const at::Tensor& key = weight.defined() ? weight : mean;
+    const at::Tensor& key = norm.weight.defined() ? norm.weight : norm.running_mean;
     if (!key.defined()) {
       throw UsageError(
           {.rank = world.rank(), .operation = "SyncBatchNorm"},
@@ -277,7 +278,10 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
                        "track_running_stats(true).",
                        name));
     }
-    if (!Layers::of_process().add(key, own, item.value())) {
+    names->push_back(name.empty() ? item.value()->name() : name);
+    auto layer = std::make_shared<Layer>(own, item.value(), names, norm.options.num_features(),
+                                         norm.num_batches_tracked);
+    if (!Layers::of_process().add(key, std::move(layer))) {
       throw UsageError(
           {.rank = world.rank(), .operation = "SyncBatchNorm"},
           text::format("The layer {} is synchronised already.\nMake one SyncBatchNorm for "
@@ -289,11 +293,11 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
   for (const auto& item : model->named_modules()) {
     const torch::nn::Module& layer = *item.value();
     if (const auto* one = layer.as<torch::nn::BatchNorm1dImpl>()) {
-      add(item, one->weight, one->running_mean);
+      add(item, *one);
     } else if (const auto* two = layer.as<torch::nn::BatchNorm2dImpl>()) {
-      add(item, two->weight, two->running_mean);
+      add(item, *two);
     } else if (const auto* three = layer.as<torch::nn::BatchNorm3dImpl>()) {
-      add(item, three->weight, three->running_mean);
+      add(item, *three);
     }
   }
 }

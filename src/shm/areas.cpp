@@ -8,6 +8,20 @@
 
 namespace lockstep::shm {
 
+// Claimed first and looked at then: of two ranks that allocate at once, one at least counts both.
+Segment Areas::create(std::size_t bytes) const {
+  struct Claim {
+    std::atomic<std::uint64_t>& left;
+    ~Claim() { left.store(0); }
+  } claim{peers_.self().claimed_bytes};
+  claim.left.store(bytes);
+  return Segment::create(
+      bytes,
+      {.system_root = peers_.system_root,
+       .claimed_by_others = [&](std::uint64_t group) { return peers_.claimed_by_others(group); },
+       .on_taken = [&](std::size_t taken) { claim.left.fetch_sub(taken); }});
+}
+
 std::byte* Areas::allocate(std::size_t bytes) {
   bytes = (std::max<std::size_t>(bytes, 1) + 4095) / 4096 * 4096;
   const MutexLock lock(mutex_);
@@ -24,7 +38,7 @@ std::byte* Areas::allocate(std::size_t bytes) {
                                     "Allocate fewer and larger ones.",
                                     kMaxAreas));
     }
-    best = &own_.emplace_back(OwnArea{Segment::create(bytes), false});
+    best = &own_.emplace_back(OwnArea{create(bytes), false});
     const SegmentName name = best->segment.name();
     peers_.self().areas[own_.size() - 1] = {name.fd, name.bytes, name.address};
   }

@@ -1,7 +1,9 @@
 // Areas: memory that is handed out for operations without copies, and the peers' areas as far as
 // this rank has met them.
 //
-// Freed memory is kept for the next allocation, because peers may have it mapped.
+// Freed memory is kept for the next allocation, because peers may have it mapped. What ranks are
+// about to take counts together (Control::claimed_bytes), so that all of them find room or one says
+// that there is none.
 // Threading: memory() is guarded by the group's mutex, the rest by one of its own: memory is
 // released wherever its last owner goes, which may be an operation that the group has just ended.
 #pragma once
@@ -40,6 +42,8 @@ class Areas {
     Segment segment;
     bool is_free;
   };
+
+  Segment create(std::size_t bytes) const;
 
   const Peers& peers_;
   Mutex mutex_;

@@ -4,9 +4,12 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <new>
+#include <optional>
 #include <sstream>
 
+#include "base/cause.h"
 #include "base/text.h"
 
 namespace lockstep::shm {
@@ -32,41 +35,103 @@ void unite(std::string& all, const std::string& more) {
   }
 }
 
-// What a rank tells the others: who it is, what it was built as, and where its memory is.
+// What a rank tells the others before it takes memory: what it was built as, and what it may use.
 struct Introduction {
   std::uint32_t version = 0;
   std::size_t control_bytes = 0;
-  SegmentName segment;
   std::string cores;
+  std::vector<Limit> core_limits;
+  std::vector<Limit> memory_limits;
 };
 
-std::string to_text(const Segment& segment) {
-  const SegmentName name = segment.name();
-  return text::format("{} {} {} {} {} {} {} {}", kShmVersion, sizeof(Control), name.owner.pid,
-                      name.owner.start_time, name.fd, name.bytes, name.address, allowed_cores());
+std::string to_text(const std::vector<Limit>& limits) {
+  std::string text = std::to_string(limits.size());
+  for (const Limit& one : limits) text += text::format(" {} {:.3f}", one.group, one.amount);
+  return text;
+}
+
+std::vector<Limit> read_limits(std::istream& fields) {
+  std::size_t count = 0;
+  fields >> count;
+  std::vector<Limit> limits;
+  for (Limit one; limits.size() < count && fields >> one.group >> one.amount;) {
+    limits.push_back(one);
+  }
+  return limits;
+}
+
+std::string introduce(const std::string& system_root) {
+  return text::format("{} {} {} {} {}", kShmVersion, sizeof(Control), allowed_cores(),
+                      to_text(core_limits(system_root)), to_text(memory_limits_here(system_root)));
 }
 
 // Version 0 if the text is no introduction.
 Introduction read(const std::string& text) {
   Introduction its;
   std::istringstream fields(text);
-  fields >> its.version >> its.control_bytes >> its.segment.owner.pid >>
-      its.segment.owner.start_time >> its.segment.fd >> its.segment.bytes >> its.segment.address >>
-      its.cores;
+  fields >> its.version >> its.control_bytes >> its.cores;
+  its.core_limits = read_limits(fields);
+  its.memory_limits = read_limits(fields);
   if (!fields) its.version = 0;
   return its;
 }
 
-Segment make_segment(int num_ranks) {
-  Segment segment = Segment::create(segment_bytes(num_ranks));
-  auto* control = new (segment.data()) Control;
-  for (int peer = 0; peer < num_ranks; ++peer) {
-    new (segment.data() + kChannelsOffset + static_cast<std::size_t>(peer) * sizeof(Channel))
-        Channel;
+// The first limit that the ranks under it exceed together, if each of them takes `each`.
+std::optional<Limit> exceeded(const std::vector<Introduction>& all,
+                              std::vector<Limit> Introduction::*limits, double each) {
+  for (const Introduction& its : all) {
+    for (const Limit& limit : its.*limits) {
+      const auto is_under = [&](const Introduction& other) {
+        return std::ranges::find(other.*limits, limit.group, &Limit::group) !=
+               (other.*limits).end();
+      };
+      const auto num_ranks = std::ranges::count_if(all, is_under);
+      if (static_cast<double>(num_ranks) * each > limit.amount) return limit;
+    }
   }
+  return std::nullopt;
+}
+
+Segment make_segment(const std::string& system_root) {
+  Segment segment = Segment::create(kSegmentBytes, {.system_root = system_root});
+  auto* control = new (segment.data()) Control;
   control->magic = kShmMagic;
   control->version = kShmVersion;
   return segment;
+}
+
+std::string to_text(const SegmentName& name) {
+  return text::format("{} {} {} {} {}", name.owner.pid, name.owner.start_time, name.fd, name.bytes,
+                      name.address);
+}
+
+SegmentName read_name(const std::string& text) {
+  SegmentName name;
+  std::istringstream(text) >> name.owner.pid >> name.owner.start_time >> name.fd >> name.bytes >>
+      name.address;
+  return name;
+}
+
+// What `step` gives on all ranks. If it throws on one, all ranks throw that.
+std::vector<std::string> do_together(const Peers& peers, const Exchange& exchange,
+                                     const std::function<std::string()>& step) {
+  constexpr char kDone = '+';
+  constexpr char kFailed = '-';
+  std::string mine;
+  try {
+    mine = kDone + step();
+  } catch (const Error&) {
+    mine = kFailed + to_text(cause_of(std::current_exception(), peers.my_global_rank()));
+  }
+  std::vector<std::string> all = exchange(mine);
+  for (std::string& text : all) {
+    if (text.starts_with(kFailed)) {
+      throw_cause(cause_from(text.substr(1)),
+                  {.rank = peers.my_global_rank(), .operation = "shared memory"});
+    }
+    text.erase(0, 1);
+  }
+  return all;
 }
 
 }  // namespace
@@ -84,11 +149,12 @@ Peers connect(const GroupOptions& options, const Exchange& exchange) {
   peers.rank = options.rank;
   peers.size = options.size;
   peers.global_ranks = options.global_ranks;
-  Segment mine = make_segment(options.size);
-  const std::vector<std::string> all = exchange(to_text(mine));
+  peers.system_root = options.system_root;
+  std::vector<Introduction> all;
   std::string all_cores;
-  for (int peer = 0; peer < options.size; ++peer) {
-    const Introduction its = read(all[static_cast<std::size_t>(peer)]);
+  for (const std::string& text : exchange(introduce(options.system_root))) {
+    const int peer = static_cast<int>(all.size());
+    const Introduction& its = all.emplace_back(read(text));
     if (its.version != kShmVersion || its.control_bytes != sizeof(Control)) {
       throw MismatchError({.rank = peers.my_global_rank(),
                            .peer = peers.global_rank(peer),
@@ -100,14 +166,33 @@ Peers connect(const GroupOptions& options, const Exchange& exchange) {
                                        kShmVersion, sizeof(Control)));
     }
     unite(all_cores, its.cores);
-    peers.processes.push_back(its.segment.owner);
-    peers.segments.push_back(peer == options.rank
-                                 ? std::move(mine)  // NOLINT(bugprone-use-after-move): once
-                                 : Segment::attach(its.segment));
-    peers.controls.push_back(reinterpret_cast<Control*>(peers.segments.back().data()));
+    std::vector<std::uint64_t>& groups = peers.memory_groups.emplace_back();
+    for (const Limit& limit : its.memory_limits) groups.push_back(limit.group);
   }
-  peers.has_core_for_each = std::ranges::count(all_cores, '1') >= options.size;
-  exchange("attached");  // nobody goes away before all have attached
+  peers.has_core_for_each = std::ranges::count(all_cores, '1') >= options.size &&
+                            !exceeded(all, &Introduction::core_limits, 1);
+  // Nobody has taken anything yet: all ranks compare the same numbers.
+  if (const auto limit = exceeded(all, &Introduction::memory_limits, kSegmentBytes)) {
+    throw_no_room(kSegmentBytes * all.size(),
+                  text::format("{} for the {} ranks of this host", text_of(*limit), all.size()),
+                  ENOMEM);
+  }
+
+  std::optional<Segment> mine;
+  const auto names = do_together(peers, exchange, [&] {
+    mine.emplace(make_segment(options.system_root));
+    return to_text(mine->name());
+  });
+  // Nobody goes away before all have attached.
+  do_together(peers, exchange, [&] {
+    for (int peer = 0; peer < options.size; ++peer) {
+      const SegmentName name = read_name(names[static_cast<std::size_t>(peer)]);
+      peers.processes.push_back(name.owner);
+      peers.segments.push_back(peer == options.rank ? std::move(*mine) : Segment::attach(name));
+      peers.controls.push_back(reinterpret_cast<Control*>(peers.segments.back().data()));
+    }
+    return std::string();
+  });
   return peers;
 }
 

@@ -39,7 +39,7 @@ Group::Group(const GroupOptions& options, const Exchange& exchange)
       peers_(connect(options, exchange)),
       num_looks_(peers_.has_core_for_each ? kLooksPerYield : 1),
       areas_(peers_),
-      messages_(peers_),
+      messages_(peers_, areas_),
       pieces_(peers_, areas_, options.simd) {
   if (!peers_.has_core_for_each) options_.spin = std::min(options_.spin, kShortSpin);
 }
@@ -56,7 +56,14 @@ void Group::leave() noexcept {
   }
 }
 
-std::byte* Group::allocate(std::size_t bytes) { return areas_.allocate(bytes); }
+std::byte* Group::allocate(std::size_t bytes) {
+  try {
+    return areas_.allocate(bytes);
+  } catch (const SystemError&) {
+    const MutexLock lock(mutex_);
+    fail(std::current_exception());
+  }
+}
 
 void Group::release(std::byte* memory) noexcept { areas_.release(memory); }
 
@@ -71,13 +78,13 @@ std::shared_ptr<MessageRequest> Group::start(Message message) {
   const MutexLock lock(mutex_);
   messages_.check(message);
   throw_if_failed();
-  auto request = messages_.add(std::move(message));
   try {
+    auto request = messages_.add(std::move(message));
     messages_.progress();
+    return request;
   } catch (...) {
     fail(std::current_exception());
   }
-  return request;
 }
 
 bool Group::progress(bool is_waiting) {

@@ -27,10 +27,12 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
-  // How long to poll before sleeping; never longer than 50 us if there are fewer cores than ranks.
+  // How long to poll before sleeping; never longer than 50 us if there are fewer cores than ranks,
+  // by the ranks' affinity and the quota of their cgroups.
   std::chrono::nanoseconds spin = std::chrono::microseconds(50);
   Simd simd = collective::best_simd();
   std::vector<int> global_ranks = {};  // what errors call the ranks; empty: 0 to size - 1
+  std::string system_root = {};        // as in SegmentOptions
   // With other hosts: what errors call a rank of any, by its global rank.
   std::function<std::string(int global_rank)> describe = {};
 };
@@ -72,7 +74,7 @@ class Group final : public collective::Runner {
   void leave() noexcept;
 
   // Memory that others reach: operations on it move no bytes but the result. Freed memory is kept
-  // for the next allocation.
+  // for the next allocation. Where there is no room, the group ends: the others count on this rank.
   std::byte* allocate(std::size_t bytes);
   void release(std::byte* memory) noexcept;
 

@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "collective/operation.h"
+#include "collective/reduce.h"
 
 namespace lockstep::shm {
 
@@ -30,7 +31,7 @@ using collective::Reduction;
 using collective::Signature;
 
 constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
-constexpr std::uint32_t kShmVersion = 3;                 // of everything in this file
+constexpr std::uint32_t kShmVersion = 4;                 // of everything in this file
 
 constexpr std::uint64_t kSlots = 64;       // pieces in flight
 constexpr std::size_t kTinyBytes = 8;      // inputs up to this size travel in the slot
@@ -83,9 +84,13 @@ struct alignas(kLine) Control {
   std::atomic<std::uint32_t> is_asleep{0};
   alignas(kLine) std::atomic<std::uint64_t> retired{0};
   alignas(kLine) std::atomic<std::int32_t> waits_outside{0};  // 1 + the rank of another host, or 0
+  std::atomic<std::uint64_t> claimed_bytes{0};  // memory that this rank is about to take
   alignas(kLine) std::atomic<RankState> state{RankState::kRunning};
   char cause[kCauseBytes];  // a Cause as a text; valid once state is kFailed
-  alignas(kLine) std::array<Area, kMaxAreas> areas;  // written before a record names them
+  alignas(
+      kLine) std::array<Area, kMaxAreas> areas;  // written before a record or a channel names them
+  // By receiver: 1 + the index of the area with the Channel to it, or 0.
+  std::array<std::atomic<std::uint32_t>, collective::kMaxRanks> channels{};
   std::array<Slot, kSlots> slots;
   alignas(kLine) std::array<std::array<std::byte, kSmallBytes>, kSmallBuffers> small_buffers;
 };
@@ -93,8 +98,8 @@ struct alignas(kLine) Control {
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<RankState>::is_always_lock_free);
 
-// Messages from one rank to another: a ring of cells in the sender's segment, one ring per
-// receiver. A message takes as many cells in a row as it needs, at least one.
+// Messages from one rank to another: a ring of cells in an area of the sender's, made for its first
+// message to that receiver. A message takes as many cells in a row as it needs, at least one.
 constexpr std::size_t kCellBytes = 16 << 10;
 constexpr std::size_t kCells = 4;
 
@@ -111,11 +116,8 @@ struct alignas(kLine) Channel {
   std::array<Cell, kCells> cells;
 };
 
-// A segment: Control, staging memory, and a Channel to each rank.
+// A segment: Control and staging memory.
 constexpr std::size_t kStagingOffset = (sizeof(Control) + 4095) / 4096 * 4096;
-constexpr std::size_t kChannelsOffset = kStagingOffset + kStagingPieces * kPieceBytes;
-constexpr std::size_t segment_bytes(int num_ranks) {
-  return kChannelsOffset + static_cast<std::size_t>(num_ranks) * sizeof(Channel);
-}
+constexpr std::size_t kSegmentBytes = kStagingOffset + kStagingPieces * kPieceBytes;
 
 }  // namespace lockstep::shm

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "base/text.h"
 
@@ -17,7 +18,29 @@ void Messages::check(const Message& message) const {
                                 message.peer, peers_.size, peers_.size - 1));
 }
 
+Channel& Messages::channel_to(int peer) {
+  Channel*& channel = to_[static_cast<std::size_t>(peer)];
+  if (channel == nullptr) {
+    std::byte* memory = areas_.allocate(sizeof(Channel));
+    channel = new (memory) Channel;
+    const std::uint32_t index = areas_.find(memory, sizeof(Channel))->index;
+    peers_.self().channels[static_cast<std::size_t>(peer)].store(index + 1);
+  }
+  return *channel;
+}
+
+Channel* Messages::channel_from(int peer) {
+  Channel*& channel = from_[static_cast<std::size_t>(peer)];
+  if (channel == nullptr) {
+    const auto rank = static_cast<std::size_t>(peers_.rank);
+    const std::uint32_t number = peers_.control(peer).channels[rank].load();
+    if (number != 0) channel = reinterpret_cast<Channel*>(areas_.memory(peer, number - 1));
+  }
+  return channel;
+}
+
 std::shared_ptr<PendingMessage> Messages::add(Message message) {
+  if (message.is_send) channel_to(message.peer);
   auto request = std::make_shared<PendingMessage>();
   request->message = std::move(message);
   (request->message.is_send ? outgoing_ : expected_).push_back(request);
@@ -40,7 +63,7 @@ bool Messages::progress() {
 
 bool Messages::send_cells(PendingMessage& request) {
   const Message& message = request.message;
-  Channel& channel = peers_.channel(peers_.rank, message.peer);
+  Channel& channel = channel_to(message.peer);
   bool has_moved = false;
   while (!request.is_done) {
     const std::uint64_t number = channel.num_written.load(std::memory_order_relaxed);
@@ -61,12 +84,13 @@ bool Messages::send_cells(PendingMessage& request) {
 }
 
 bool Messages::receive_cells(int peer) {
-  Channel& channel = peers_.channel(peer, peers_.rank);
+  Channel* const channel = channel_from(peer);
+  if (channel == nullptr) return false;
   bool has_moved = false;
   while (true) {
-    const std::uint64_t number = channel.num_read.load(std::memory_order_relaxed);
-    if (channel.num_written.load() == number) break;
-    const Cell& cell = channel.cells[number % kCells];
+    const std::uint64_t number = channel->num_read.load(std::memory_order_relaxed);
+    if (channel->num_written.load() == number) break;
+    const Cell& cell = channel->cells[number % kCells];
     Arriving& message = arriving_[static_cast<std::size_t>(peer)];
     if (message.data.empty()) {
       message.from = peer;
@@ -79,7 +103,7 @@ bool Messages::receive_cells(int peer) {
       unexpected_.push_back(std::move(message));
       message = {};
     }
-    channel.num_read.store(number + 1);
+    channel->num_read.store(number + 1);
     has_moved = true;
   }
   if (has_moved) ring(peers_.control(peer));

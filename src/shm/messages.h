@@ -2,7 +2,8 @@
 //
 // From the sender's memory through a ring of cells (layout.h, Channel) to the receiver's, or, if it
 // has not asked yet, to memory of its own until it does. So two ranks that send to each other at
-// once cannot block each other. Threading: guarded by the group's mutex.
+// once cannot block each other. A ring is made for the first message of a pair: ranks that send
+// none need no memory. Threading: guarded by the group's mutex.
 #pragma once
 
 #include <deque>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "collective/request.h"
+#include "shm/areas.h"
 #include "shm/peers.h"
 
 namespace lockstep::shm {
@@ -24,13 +26,17 @@ struct PendingMessage : collective::MessageRequest {
 
 class Messages {
  public:
-  explicit Messages(const Peers& peers)
-      : peers_(peers), arriving_(static_cast<std::size_t>(peers.size)) {}
+  Messages(const Peers& peers, Areas& areas)
+      : peers_(peers),
+        areas_(areas),
+        to_(static_cast<std::size_t>(peers.size)),
+        from_(to_.size()),
+        arriving_(to_.size()) {}
 
   // Throws UsageError if there is no such rank.
   void check(const Message& message) const;
 
-  // Begins a message; progress() moves it on.
+  // Begins a message; progress() moves it on. Throws SystemError if there is no room for a ring.
   std::shared_ptr<PendingMessage> add(Message message);
   bool is_idle() const { return outgoing_.empty() && expected_.empty(); }
 
@@ -51,6 +57,8 @@ class Messages {
   };
   using Pending = std::shared_ptr<PendingMessage>;
 
+  Channel& channel_to(int peer);
+  Channel* channel_from(int peer);  // null if it has not sent anything
   bool send_cells(PendingMessage& request);
   bool receive_cells(int peer);
   bool deliver_unexpected();
@@ -58,6 +66,9 @@ class Messages {
   Pending take_expected(int from, int tag);
 
   const Peers& peers_;
+  Areas& areas_;
+  std::vector<Channel*> to_;    // by rank; null as long as it is not needed
+  std::vector<Channel*> from_;  // likewise
   std::deque<Pending> outgoing_;
   std::deque<Pending> expected_;     // receives that no message has come for
   std::vector<Arriving> arriving_;   // by sender: the message under way

@@ -3,6 +3,8 @@
 // Threading: constant after construction.
 #pragma once
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "base/process.h"
@@ -19,7 +21,10 @@ struct Peers {
   std::vector<Segment> segments = {};  // by rank, as the two below
   std::vector<Control*> controls = {};
   std::vector<ProcessId> processes = {};
+  // By rank: the groups whose limits on memory it is under (segment.h).
+  std::vector<std::vector<std::uint64_t>> memory_groups = {};
   bool has_core_for_each = false;  // together the ranks may use as many cores
+  std::string system_root = {};    // as in SegmentOptions
 
   int global_rank(int peer) const {
     return global_ranks.empty() || peer < 0 ? peer : global_ranks[static_cast<std::size_t>(peer)];
@@ -32,11 +37,18 @@ struct Peers {
   std::byte* staging(int peer) const {
     return segments[static_cast<std::size_t>(peer)].data() + kStagingOffset;
   }
-  Channel& channel(int from, int to) const {
-    std::byte* first = segments[static_cast<std::size_t>(from)].data() + kChannelsOffset;
-    return *reinterpret_cast<Channel*>(first + static_cast<std::size_t>(to) * sizeof(Channel));
-  }
   const ProcessId& process(int peer) const { return processes[static_cast<std::size_t>(peer)]; }
+
+  // Bytes that the other ranks under the limit of a group are about to take.
+  double claimed_by_others(std::uint64_t group) const {
+    double bytes = 0;
+    for (int peer = 0; peer < size; ++peer) {
+      const auto& groups = memory_groups[static_cast<std::size_t>(peer)];
+      if (peer == rank || std::ranges::find(groups, group) == groups.end()) continue;
+      bytes += static_cast<double>(control(peer).claimed_bytes.load());
+    }
+    return bytes;
+  }
 
   // Wakes all others that sleep.
   void ring_all() const {

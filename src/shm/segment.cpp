@@ -9,11 +9,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <string>
+#include <string_view>
 
-#include "base/cgroup.h"
 #include "base/text.h"
 
 namespace lockstep::shm {
@@ -21,31 +21,22 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-std::uint64_t available_memory() {
-  const std::string text = read_small_file("/proc/meminfo");
-  const std::size_t at = text.find("MemAvailable:");
-  if (at == std::string::npos) return std::numeric_limits<std::uint64_t>::max();
-  return std::strtoull(text.c_str() + at + std::strlen("MemAvailable:"), nullptr, 10) * 1024;
-}
+// Taken in steps, so that what is taken is not counted as claimed for long.
+constexpr std::size_t kStepBytes = 64 << 20;
 
-[[noreturn]] void refuse(std::size_t bytes, const std::string& reason, int code) {
-  throw SystemError({.operation = "shared memory"}, code,
-                    text::format("{} bytes of shared memory are needed, but {}.\nGive the job more "
-                                 "memory, use fewer ranks, or choose the engine \"gloo\".",
-                                 bytes, reason));
-}
-
-void check_room(std::size_t bytes) {
-  // The kernel would answer a larger demand by killing a process of the cgroup: ask before.
-  if (const std::uint64_t left = memory_left_in_cgroup(""); left < bytes) {
-    refuse(bytes, text::format("the memory cgroup has only {} left", left), ENOMEM);
-  }
-  if (const std::uint64_t left = available_memory(); left < bytes) {
-    refuse(bytes, text::format("the machine has only {} available", left), ENOMEM);
+void check_room(std::size_t bytes, const SegmentOptions& options) {
+  // The kernel would answer a larger demand by killing a process: ask before.
+  for (const Limit& limit : memory_limits_here(options.system_root)) {
+    const double others = options.claimed_by_others ? options.claimed_by_others(limit.group) : 0;
+    if (static_cast<double>(bytes) + others <= limit.amount) continue;
+    std::string reason = text_of(limit);
+    if (others > 0) reason += text::format(", and other ranks are about to take {:.0f}", others);
+    throw_no_room(bytes, reason, ENOMEM);
   }
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
-    refuse(bytes, text::format("the limit on file sizes is {} (ulimit -f)", limit.rlim_cur), EFBIG);
+    throw_no_room(bytes, text::format("the limit on file sizes is {} (ulimit -f)", limit.rlim_cur),
+                  EFBIG);
   }
 }
 
@@ -54,11 +45,12 @@ std::byte* map(int fd, std::size_t bytes) {
   if (data == MAP_FAILED) {
     rlimit limit{};
     ::getrlimit(RLIMIT_AS, &limit);
-    refuse(bytes,
-           limit.rlim_cur == RLIM_INFINITY
-               ? text::format("mapping them failed: {}", std::strerror(errno))
-               : text::format("the limit on address space is {} (ulimit -v)", limit.rlim_cur),
-           errno);
+    throw_no_room(
+        bytes,
+        limit.rlim_cur == RLIM_INFINITY
+            ? text::format("mapping them failed: {}", std::strerror(errno))
+            : text::format("the limit on address space is {} (ulimit -v)", limit.rlim_cur),
+        errno);
   }
   ::madvise(data, bytes, MADV_HUGEPAGE);  // where the system gives them; else nothing happens
   return static_cast<std::byte*>(data);
@@ -66,18 +58,47 @@ std::byte* map(int fd, std::size_t bytes) {
 
 }  // namespace
 
-Segment Segment::create(std::size_t bytes) {
-  check_room(bytes);
+void throw_no_room(std::size_t bytes, const std::string& reason, int code) {
+  throw SystemError({.operation = "shared memory"}, code,
+                    text::format("{} bytes of shared memory are needed, but {}.\nGive the job more "
+                                 "memory, use fewer ranks, or choose the engine \"gloo\".",
+                                 bytes, reason));
+}
+
+std::string text_of(const Limit& limit) {
+  return limit.group == kMachine
+             ? text::format("the machine has only {:.0f} available", limit.amount)
+             : text::format("the memory cgroup has only {:.0f} left", limit.amount);
+}
+
+std::vector<Limit> memory_limits_here(const std::string& system_root) {
+  std::vector<Limit> limits = memory_limits(system_root);
+  const std::string text = read_small_file(system_root + "/proc/meminfo");
+  constexpr std::string_view kName = "MemAvailable:";
+  if (const std::size_t at = text.find(kName); at != std::string::npos) {
+    limits.push_back({kMachine, std::strtod(text.c_str() + at + kName.size(), nullptr) * 1024});
+  }
+  return limits;
+}
+
+Segment Segment::create(std::size_t bytes, const SegmentOptions& options) {
+  check_room(bytes, options);
   Fd fd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("cannot make a memory file", "Raise the limit on open files (ulimit -n).");
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
-    refuse(bytes, text::format("the memory file cannot grow: {}", std::strerror(errno)), errno);
+    throw_no_room(bytes, text::format("the memory file cannot grow: {}", std::strerror(errno)),
+                  errno);
   }
   std::byte* data = map(fd.get(), bytes);
   Segment segment(std::move(fd), data, bytes, true);
   // Now, not at the first touch: a machine without room says so here.
-  if (::fallocate(segment.fd_.get(), 0, 0, static_cast<off_t>(bytes)) != 0) {
-    refuse(bytes, text::format("the system does not give them: {}", std::strerror(errno)), errno);
+  for (std::size_t at = 0; at < bytes; at += kStepBytes) {
+    const std::size_t step = std::min(kStepBytes, bytes - at);
+    if (::fallocate(segment.fd_.get(), 0, static_cast<off_t>(at), static_cast<off_t>(step)) != 0) {
+      throw_no_room(bytes, text::format("the system does not give them: {}", std::strerror(errno)),
+                    errno);
+    }
+    if (options.on_taken) options.on_taken(step);
   }
   if (::fcntl(segment.fd_.get(), F_ADD_SEALS, kSeals) != 0) {
     throw_errno("cannot seal a memory file",

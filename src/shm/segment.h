@@ -8,8 +8,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
+#include "base/cgroup.h"
 #include "base/posix.h"
 #include "base/process.h"
 
@@ -23,11 +26,26 @@ struct SegmentName {
   std::uint64_t address = 0;  // in the owner, for ranks that are threads of one process
 };
 
+// What this process may still take: of its cgroups, and of the machine (group kMachine).
+constexpr std::uint64_t kMachine = 0;
+std::vector<Limit> memory_limits_here(const std::string& system_root);
+std::string text_of(const Limit& limit);
+
+// Throws SystemError.
+[[noreturn]] void throw_no_room(std::size_t bytes, const std::string& reason, int code);
+
+struct SegmentOptions {
+  std::string system_root = {};  // stands before /proc and /sys: tests have their own
+  // Bytes that other ranks are about to take under the limit of a group.
+  std::function<double(std::uint64_t group)> claimed_by_others = {};
+  std::function<void(std::size_t bytes)> on_taken = {};  // called as memory is taken
+};
+
 class Segment {
  public:
   // Makes one; all of it is zero and resident.
-  // Throws SystemError or UsageError that says how many bytes are needed and how many there are.
-  static Segment create(std::size_t bytes);
+  // Throws SystemError that says how many bytes are needed and how many there are.
+  static Segment create(std::size_t bytes, const SegmentOptions& options = {});
   // Throws SystemError if it cannot be opened, MismatchError if it is not the one that was named.
   static Segment attach(const SegmentName& name);
 

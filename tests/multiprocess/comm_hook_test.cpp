@@ -608,6 +608,46 @@ class CountingHook : public CommHook {
   Hook inner_;
 };
 
+// All-reduces; notes whether the first bucket's was done before anybody waited for it.
+class WatchingHook : public CommHook {
+ public:
+  std::string text() const override { return "watching"; }
+  std::function<void()> start(GradBucket bucket, HookComm& comm) override {
+    const auto work = comm.all_reduce(bucket.flat);
+    return [this, work, size = comm.size(), index = bucket.index, flat = bucket.flat] {
+      if (index == 0) was_done = work->isSuccess();
+      work->wait();
+      flat.div_(size);
+    };
+  }
+  bool was_done = false;
+};
+
+TEST(CommHook, ItsCollectivesMoveOnWhileBackwardGoesOn) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    const auto hook = std::make_shared<WatchingHook>();
+    std::vector<NamedTensor> parameters;
+    for (const char* name : {"a", "b", "c"}) {
+      parameters.push_back({name, at::ones({16}).requires_grad_()});
+    }
+    const DistributedDataParallel ddp(parameters, world,
+                                      {.bucket_bytes = 64, .first_bucket_bytes = 64, .hook = hook});
+    const at::Tensor inner =
+        at::full({16}, rank + 1.0) * parameters[0].tensor * parameters[1].tensor;
+    // After c's gradient, and before b's: all have posted c's bucket.
+    inner.register_hook([&](const at::Tensor& gradient) {
+      world.barrier();
+      return gradient;
+    });
+    (inner * parameters[2].tensor).sum().backward();
+    EXPECT_TRUE(hook->was_done);
+    for (const NamedTensor& one : parameters) {
+      EXPECT_TRUE(at::equal(one.tensor.grad(), at::full({16}, 1.5)));
+    }
+  })));
+}
+
 struct Training {
   double first_loss = 0;
   double last_loss = 0;         // over the data of all ranks

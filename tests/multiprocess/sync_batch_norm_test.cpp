@@ -9,6 +9,8 @@
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
+#include <functional>
+
 #include "support/run_ranks.h"
 
 namespace lockstep {
@@ -157,6 +159,59 @@ TEST(SyncBatchNorm, InEvalNobodyWaits) {
       EXPECT_TRUE(at::allclose(layer(input), nn::BatchNorm1d(4)(input)));
     }
     world.barrier();
+  })));
+}
+
+std::string text_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+// LibTorch refuses it before lockstep is asked, on the rank that has it.
+TEST(SyncBatchNorm, ABatchOfOneRowIsRefusedOnAllRanks) {
+  EXPECT_TRUE(all_passed(run_ranks(3, [](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    const auto call = [](nn::BatchNorm1d& layer, int rows) { layer(at::randn({rows, 4})); };
+    nn::BatchNorm1d layer(4);
+    // It ends with the exception.
+    const std::string unwound = text_of([&] {
+      const SyncBatchNorm sync(layer, world);
+      call(layer, 8);
+      call(layer, rank == 1 ? 1 : 8);
+    });
+    EXPECT_NE(unwound.find(rank == 1 ? "Expected more than 1 value per channel"
+                                     : "Rank 1 could not call the layer"),
+              std::string::npos)
+        << unwound;
+    // It is left out, and the next batch comes.
+    const SyncBatchNorm sync(layer, world);
+    call(layer, 8);
+    if (rank == 1) {
+      EXPECT_THROW(call(layer, 1), c10::Error);
+    }
+    const std::string left_out = text_of([&] { call(layer, 8); });
+    EXPECT_NE(left_out.find("was called 1 times on rank 0, but 2 times on rank 1"),
+              std::string::npos)
+        << left_out;
+    EXPECT_NE(left_out.find("single value for each channel"), std::string::npos) << left_out;
+  })));
+}
+
+TEST(SyncBatchNorm, DifferentLayersAtOnceAreAnError) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    nn::BatchNorm1d first(4);
+    nn::BatchNorm1d second(4);
+    const nn::Sequential model(first, second);
+    const SyncBatchNorm sync(model, world);
+    const std::string text = text_of([&] {
+      (rank == 0 ? first : second)->forward(at::randn({8, 4}));
+    });
+    EXPECT_NE(text.find("Rank 0 calls the layer 0, but rank 1 calls 1"), std::string::npos) << text;
   })));
 }
 

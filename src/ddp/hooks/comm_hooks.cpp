@@ -63,7 +63,7 @@ c10::intrusive_ptr<c10d::Work> HookComm::all_reduce(const at::Tensor& tensor) {
   check_contiguous(tensor, rank(), "all_reduce");
   std::vector<at::Tensor> tensors = {tensor};
   bytes_sent_ += static_cast<std::int64_t>(tensor.nbytes());
-  return world_.backend()->allreduce(tensors, {});
+  return started(world_.backend()->allreduce(tensors, {}));
 }
 
 c10::intrusive_ptr<c10d::Work> HookComm::all_gather(const at::Tensor& tensor, at::Tensor& result) {
@@ -73,7 +73,17 @@ c10::intrusive_ptr<c10d::Work> HookComm::all_gather(const at::Tensor& tensor, at
   at::Tensor output = at::empty({size() * input.numel()}, input.options());
   result = output.view({size(), input.numel()});
   bytes_sent_ += static_cast<std::int64_t>(tensor.nbytes());
-  return world_.backend()->_allgather_base(output, input);
+  return started(world_.backend()->_allgather_base(output, input));
+}
+
+c10::intrusive_ptr<c10d::Work> HookComm::started(c10::intrusive_ptr<c10d::Work> work) {
+  poll();  // and forget what is done
+  return works_.emplace_back(std::move(work));
+}
+
+// What fails is thrown where it is waited for.
+void HookComm::poll() {
+  while (!works_.empty() && works_.front()->isCompleted()) works_.pop_front();
 }
 
 std::function<void()> start_mean(const at::Tensor& tensor, HookComm& comm) {

@@ -51,6 +51,7 @@ Hierarchy::~Hierarchy() {
   }
   changed_.notify_all();
   thread_.join();
+  if (steps_) steps_->drop();  // before the connections close
   bool has_failed = false;
   {
     const MutexLock lock(mutex_);

@@ -28,6 +28,9 @@ struct HostLayout {
   int host_of(int peer) const { return hosts.host_of[static_cast<std::size_t>(peer)]; }
   bool is_here(int peer) const { return host_of(peer) == host; }
   int index(int peer) const { return hosts.index_of[static_cast<std::size_t>(peer)]; }
+  std::size_t largest_host() const {
+    return std::ranges::max(hosts.ranks, {}, [](const auto& ranks) { return ranks.size(); }).size();
+  }
   // The rank of a host that works for those of the others with this index.
   int helper(int on_host, int of_index) const {
     const auto& ranks = hosts.ranks[static_cast<std::size_t>(on_host)];

@@ -2,6 +2,7 @@
 // needs it.
 
 #include <algorithm>
+#include <cstring>
 
 #include "engine/hierarchical/steps.h"
 
@@ -69,9 +70,13 @@ void HostSteps::broadcast_small() {
   std::byte* data =
       layout_.rank == operation_.root ? operation_.input.base : operation_.output.base;
   const std::size_t count = operation_.count;
+  const std::size_t bytes = count * element_;
   Chunk chunk;
   if (is_there) broadcast_here(layout_.index(operation_.root), data, count);
-  if (layout_.is_leader()) {
+  if (layout_.is_leader() && is_tiny()) {
+    exchange_tiny(data, is_there ? bytes : 0);
+    if (!is_there) std::memcpy(data, leaders_.payload_of(root_host), bytes);
+  } else if (layout_.is_leader()) {
     for_other_hosts([&](int host, int teammate) {
       if (is_there) send(chunk, teammate, data, count);
       if (host == root_host) receive(chunk, teammate, data, count);
@@ -119,6 +124,31 @@ void HostSteps::all_gather() {
     }
   };
   pipeline(chunk_elements_of_parts(), enter, turn, leave);
+}
+
+// The leaders collect the parts of their hosts, tell them to each other, and share all of them.
+void HostSteps::all_gather_tiny() {
+  const std::size_t bytes = operation_.count * element_;
+  const auto num_ranks = static_cast<std::size_t>(layout_.num_ranks());
+  std::byte* all = scratch((num_ranks + layout_.here().size()) * bytes);  // by rank
+  std::byte* of_host = all + num_ranks * bytes;                           // by index
+  Operation here = step_here(Kind::kGather, 0, operation_.count);
+  here.input.base = operation_.input.base;
+  if (layout_.is_leader()) here.output = {.base = of_host, .stride = bytes};
+  local_.wait(*local_.start(std::move(here)));
+  if (layout_.is_leader()) {
+    exchange_tiny(of_host, layout_.here().size() * bytes);
+    for (int peer = 0; peer < layout_.num_ranks(); ++peer) {
+      const std::byte* parts =
+          layout_.is_here(peer) ? of_host : leaders_.payload_of(layout_.host_of(peer));
+      std::memcpy(all + static_cast<std::size_t>(peer) * bytes,
+                  parts + static_cast<std::size_t>(layout_.index(peer)) * bytes, bytes);
+    }
+  }
+  broadcast_here(0, all, num_ranks * operation_.count);
+  for (int peer = 0; peer < layout_.num_ranks(); ++peer) {
+    std::memcpy(operation_.output.part(peer), all + static_cast<std::size_t>(peer) * bytes, bytes);
+  }
 }
 
 // The parts of the ranks of this host.

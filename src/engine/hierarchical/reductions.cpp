@@ -97,7 +97,7 @@ void HostSteps::all_reduce_small() {
   const bool is_leader = layout_.is_leader();
   Chunk chunk;
   std::vector<const void*> inputs(static_cast<std::size_t>(layout_.num_hosts()), data);
-  if (is_leader) {
+  if (is_leader && !is_tiny()) {
     std::byte* memory = scratch(layout_.num_hosts() * bytes);
     for_other_hosts([&](int host, int teammate) {
       std::byte* arriving = memory + static_cast<std::size_t>(host) * bytes;
@@ -111,12 +111,16 @@ void HostSteps::all_reduce_small() {
   } else if (operation_.input.base != data) {
     std::memcpy(data, operation_.input.base, bytes);
   }
-  if (is_leader) {
+  if (is_leader && is_tiny()) {
+    exchange_tiny(data, bytes);
+    for_other_hosts(
+        [&](int host, int) { inputs[static_cast<std::size_t>(host)] = leaders_.payload_of(host); });
+  } else if (is_leader) {
     for_other_hosts([&](int, int teammate) { send(chunk, teammate, data, count); });
     wait(chunk.in);
     wait(chunk.out);
-    sum_hosts(inputs, data, count);
   }
+  if (is_leader) sum_hosts(inputs, data, count);
   if (layout_.num_here() == 1) return;
   local_.wait(*start_here(Kind::kBroadcast, 0, count, is_leader ? data : nullptr,
                           is_leader ? nullptr : data));

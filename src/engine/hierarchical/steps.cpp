@@ -15,8 +15,6 @@ using collective::Kind;
 using collective::Operation;
 using collective::Reduction;
 
-constexpr int kStepHeaderTag = Wire::kFirstOwnTag + 1;
-
 // Each operation has two: what answers a message needs another, as receives are not in that order.
 constexpr int kNumTags = (Wire::kFirstOwnTag - Wire::kFirstOperationTag) / 2;
 
@@ -43,9 +41,10 @@ void HostSteps::run(Operation operation, std::uint64_t number) {
          static_cast<int>(hash_bytes(&header_, sizeof header_) % kNumTags) * 2;
   wire_.begin_operation();
   compare_here();
-  begin_comparing_hosts();
+  if (layout_.is_leader() && !is_tiny()) leaders_.tell(header_, nullptr, 0);
   if (operation_.count != 0) run_steps();
-  end_comparing_hosts();
+  hear_leaders();
+  if (layout_.is_leader()) leaders_.end([this](Parcel& parcel) { wait(parcel); });
   if (operation_.kind == Kind::kBarrier) {
     local_.wait(*start_here(Kind::kBarrier, 0, 0, nullptr, nullptr));
   }
@@ -67,7 +66,7 @@ void HostSteps::run_steps() {
       is_small() ? broadcast_small() : broadcast();
       break;
     case Kind::kAllGather:
-      all_gather();
+      is_tiny() ? all_gather_tiny() : all_gather();
       break;
     case Kind::kGather:
       gather();
@@ -84,7 +83,7 @@ void HostSteps::run_steps() {
   }
 }
 
-void HostSteps::compare(int peer, const Header& theirs) const {
+void HostSteps::compare(int peer, const OperationHeader& theirs) const {
   if (theirs == header_) return;
   // All ranks name the lower one first.
   if (peer < layout_.rank) {
@@ -97,43 +96,47 @@ void HostSteps::compare(int peer, const Header& theirs) const {
 
 void HostSteps::compare_here() {
   if (layout_.num_here() == 1) return;
-  std::vector<Header> all(layout_.here().size());
+  std::vector<OperationHeader> all(layout_.here().size());
   Operation tell;
   tell.kind = Kind::kAllGather;
-  tell.count = sizeof(Header);
+  tell.count = sizeof(OperationHeader);
   tell.input.base = reinterpret_cast<std::byte*>(&header_);
-  tell.output = {.base = reinterpret_cast<std::byte*>(all.data()), .stride = sizeof(Header)};
+  tell.output = {.base = reinterpret_cast<std::byte*>(all.data()),
+                 .stride = sizeof(OperationHeader)};
   tell.part_of = &operation_;
   local_.wait(*local_.start(std::move(tell)));
   // All ranks name the same two: the leader and the first that differs from it.
-  const auto other = std::ranges::find_if(all, [&](const Header& one) { return one != all[0]; });
+  const auto other =
+      std::ranges::find_if(all, [&](const OperationHeader& one) { return one != all[0]; });
   if (other == all.end()) return;
   const int first = layout_.here().front();
   const int second = layout_.here()[static_cast<std::size_t>(other - all.begin())];
   compare(header_ == all[0] ? second : first, header_ == all[0] ? *other : all[0]);
 }
 
-void HostSteps::begin_comparing_hosts() {
-  if (!layout_.is_leader()) return;
-  headers_.assign(layout_.hosts.ranks.size(), {});
-  for_other_hosts([&](int host, int peer) {
-    Header& theirs = headers_[static_cast<std::size_t>(host)];
-    comparing_.in.push_back(wire_.receive(peer, reinterpret_cast<std::byte*>(&theirs),
-                                          sizeof theirs, kStepHeaderTag, shared_from_this()));
-    comparing_.out.push_back(wire_.send(peer, reinterpret_cast<const std::byte*>(&header_),
-                                        sizeof header_, kStepHeaderTag, shared_from_this()));
-  });
+// Whether what a host gives fits into the message that leaders exchange anyway.
+bool HostSteps::is_tiny() const {
+  const std::size_t bytes = operation_.count * element_;
+  switch (operation_.kind) {
+    case Kind::kAllReduce:
+    case Kind::kBroadcast:
+      return bytes != 0 && bytes <= Leaders::kPayloadBytes;
+    case Kind::kAllGather:
+      return bytes != 0 && bytes * layout_.largest_host() <= Leaders::kPayloadBytes;
+    default:
+      return false;
+  }
 }
 
-void HostSteps::end_comparing_hosts() {
-  for (Parcel& parcel : comparing_.in) {
-    wait(parcel);
-    const int host = layout_.host_of(parcel.peer);
-    compare(parcel.peer, headers_[static_cast<std::size_t>(host)]);
-  }
-  comparing_.in.clear();
-  for (Parcel& parcel : comparing_.out) wait(parcel);
-  comparing_.out.clear();
+// Does nothing if they have been heard in this operation.
+void HostSteps::hear_leaders() {
+  leaders_.hear([this](Parcel& parcel) { wait(parcel); },
+                [this](int leader, const OperationHeader& theirs) { compare(leader, theirs); });
+}
+
+void HostSteps::exchange_tiny(const std::byte* payload, std::size_t bytes) {
+  leaders_.tell(header_, payload, bytes);
+  hear_leaders();
 }
 
 // Runs the three stages of each chunk of operation_.count elements.
@@ -266,7 +269,7 @@ void HostSteps::receive_answer(Chunk& chunk, int peer, std::byte* memory, std::s
 }
 
 void HostSteps::wait(std::vector<Parcel>& parcels) {
-  if (!parcels.empty()) end_comparing_hosts();
+  if (!parcels.empty()) hear_leaders();
   for (Parcel& parcel : parcels) wait(parcel);
   parcels.clear();
 }

@@ -10,7 +10,8 @@
 //   leave  slice j is complete on the rank with index j of each host, and is copied by the others
 // While chunk t enters, chunk t-1 turns and chunk t-2 leaves, so that memory and wire are both
 // busy. Each byte crosses the wire once per host and direction, and all teams use it at the same
-// time. What is small goes in one step between the leaders instead.
+// time. What is small goes in one step between the leaders instead, and what is tiny in the message
+// by which they compare what they are at (leaders.h).
 //
 // Invariant: what is summed, and in which order, depends on the layout alone: the tree over the
 // ranks of each host, in the order of ranks, then the tree over hosts. f16 and bf16 are rounded
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include "engine/hierarchical/layout.h"
+#include "engine/hierarchical/leaders.h"
 #include "engine/hierarchical/wire.h"
 #include "shm/group.h"
 
@@ -32,14 +34,14 @@ namespace lockstep {
 class HostSteps : public std::enable_shared_from_this<HostSteps> {
  public:
   HostSteps(const HostLayout& layout, shm::Group& local, Wire& wire)
-      : layout_(layout), local_(local), wire_(wire) {}
+      : layout_(layout), local_(local), wire_(wire), leaders_(layout, wire) {}
 
   // The number is that of the operation, the same on all ranks.
   // Throws what the group and the wire throw, and MismatchError.
   void run(collective::Operation operation, std::uint64_t number);
 
   // Lets go of messages under way.
-  void drop() noexcept { comparing_ = {}; }
+  void drop() noexcept { leaders_.drop(); }
 
  private:
   using LocalRequest = std::shared_ptr<collective::Request>;
@@ -59,19 +61,14 @@ class HostSteps : public std::enable_shared_from_this<HostSteps> {
   };
   using Stage = std::function<void(Chunk&)>;
   static constexpr int kInFlight = 3;  // chunks
-  // Compared between ranks.
-  struct Header {
-    std::uint64_t number = 0;
-    collective::Signature signature = {};
-    bool operator==(const Header&) const = default;
-  };
 
   // steps.cpp
   void run_steps();
   void compare_here();
-  void begin_comparing_hosts();
-  void end_comparing_hosts();
-  void compare(int peer, const Header& theirs) const;
+  void compare(int peer, const OperationHeader& theirs) const;
+  bool is_tiny() const;
+  void hear_leaders();
+  void exchange_tiny(const std::byte* payload, std::size_t bytes);
   void pipeline(std::size_t elements_per_chunk, const Stage& enter, const Stage& turn,
                 const Stage& leave);
   void finish(Chunk& chunk);
@@ -114,6 +111,7 @@ class HostSteps : public std::enable_shared_from_this<HostSteps> {
   void broadcast_here(int root_index, std::byte* data, std::size_t count);
   collective::Parts parts_here(const collective::Parts& all) const;
   void all_gather();
+  void all_gather_tiny();
   void gather();
   void scatter();
   void all_to_all();
@@ -124,14 +122,14 @@ class HostSteps : public std::enable_shared_from_this<HostSteps> {
   Wire& wire_;
   const collective::Simd simd_ = collective::best_simd();
 
+  Leaders leaders_;
+
   // Of the operation that runs.
   collective::Operation operation_;
   collective::Activity activity_;
-  Header header_;
+  OperationHeader header_;
   int tag_ = 0;
   std::size_t element_ = 1;
-  std::vector<Header> headers_;
-  Chunk comparing_;
 
   std::unique_ptr<std::byte[]> scratch_;
   std::size_t scratch_bytes_ = 0;

@@ -36,6 +36,26 @@ TEST(Cgroup, TheTightestLimitOnTheWayUpCounts) {
   EXPECT_EQ(memory_left_in_cgroup(v1.root()), 100);
 }
 
+TEST(Cgroup, EachLimitIsOneGroups) {
+  const FakeSystem one;
+  one.write("/proc/self/cgroup", "0::/jobs/mine");
+  one.write("/sys/fs/cgroup/jobs/mine/cpu.max", "50000 100000");
+  one.write("/sys/fs/cgroup/jobs/mine/memory.current", "0");  // without a limit
+  one.write("/sys/fs/cgroup/jobs/cpu.max", "max 100000");
+  one.write("/sys/fs/cgroup/cpu.max", "400000 100000");
+  EXPECT_TRUE(memory_limits(one.root()).empty());
+  const auto limits = core_limits(one.root());
+  ASSERT_EQ(limits.size(), 2);
+  EXPECT_DOUBLE_EQ(limits[0].amount, 0.5);
+  EXPECT_DOUBLE_EQ(limits[1].amount, 4);
+  EXPECT_NE(limits[0].group, limits[1].group);
+  one.write("/proc/self/cgroup", "0::/jobs/other");
+  one.write("/sys/fs/cgroup/jobs/other/cpu.max", "50000 100000");
+  const auto others = core_limits(one.root());
+  EXPECT_NE(limits[0].group, others[0].group);
+  EXPECT_EQ(limits[1].group, others[1].group);
+}
+
 TEST(Cgroup, OldOnesHaveTwoFilesForTheQuota) {
   FakeSystem system;
   system.write("/proc/self/cgroup", "5:cpu,cpuacct:/box\n3:cpuset:/box\n");

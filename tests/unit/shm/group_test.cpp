@@ -5,10 +5,16 @@
 #include <gtest/gtest.h>
 #include <lockstep/error.h>
 
+#include <sys/stat.h>
+
 #include <cstring>
+#include <ctime>
+#include <filesystem>
 #include <numeric>
 #include <random>
 
+#include "shm/connect.h"
+#include "support/fake_system.h"
 #include "support/run_ranks.h"
 #include "unit/shm/thread_ranks.h"
 
@@ -318,6 +324,183 @@ TEST(Group, AnErrorFromElsewhereReachesAllRanksWithGlobalRanks) {
         }
       },
       options);
+}
+
+// Bytes of shared memory that this process has made.
+std::size_t shared_bytes() {
+  std::size_t bytes = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    struct stat status {};
+    if (target.find("memfd:lockstep") != std::string::npos &&
+        ::stat(entry.path().c_str(), &status) == 0) {
+      bytes += static_cast<std::size_t>(status.st_blocks) * 512;
+    }
+  }
+  return bytes;
+}
+
+TEST(Group, RanksThatSendNoMessagesNeedNoMemoryForThem) {
+  constexpr std::size_t kRanks = 32;
+  const std::size_t before = shared_bytes();
+  std::atomic<std::size_t> without{0};
+  run_threads(kRanks, [&](Group& group) {
+    run(group, Operation{});
+    if (group.rank() == 0) without = shared_bytes() - before;
+    run(group, Operation{});
+    // Now one to the next, and one to itself.
+    for (const int distance : {1, 0}) {
+      std::vector<int> out(10000, group.rank());
+      std::vector<int> in(10000, -1);
+      const int from = (group.rank() - distance + group.size()) % group.size();
+      const auto sent = group.start(Message{.is_send = true,
+                                            .memory = bytes_of(out.data()),
+                                            .bytes = out.size() * sizeof(int),
+                                            .peer = (group.rank() + distance) % group.size()});
+      group.wait(*group.start(
+          Message{.memory = bytes_of(in.data()), .bytes = in.size() * sizeof(int), .peer = from}));
+      group.wait(*sent);
+      EXPECT_EQ(in, std::vector<int>(10000, from));
+    }
+    run(group, Operation{});
+    if (group.rank() == 0) {
+      EXPECT_LE(shared_bytes() - before - without, kRanks * 2 * 80000);
+    }
+    run(group, Operation{});
+  });
+  EXPECT_LE(without, kRanks * 2'500'000);
+}
+
+double thread_seconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// Two ranks that have a core each by their affinity, and one by their cgroup.
+TEST(Group, WaitingDoesNotUseUpTheQuotaOfACgroup) {
+  const test::FakeSystem system;
+  system.write("/proc/self/cgroup", "0::/box");
+  system.write("/sys/fs/cgroup/box/cpu.max", "100000 100000");
+  GroupOptions options;
+  options.spin = milliseconds(500);
+  options.system_root = system.root();
+  run_threads(
+      2,
+      [](Group& group) {
+        run(group, Operation{});
+        if (group.rank() == 1) std::this_thread::sleep_for(milliseconds(600));
+        const double before = thread_seconds();
+        run(group, Operation{});
+        EXPECT_LT(thread_seconds() - before, 0.2);
+      },
+      options);
+}
+
+// A group of ranks of which each has a system of its own.
+void run_on(const std::vector<const test::FakeSystem*>& systems,
+            const std::function<void(const GroupOptions&, const Exchange&)>& body) {
+  ThreadExchange exchange(static_cast<int>(systems.size()));
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < static_cast<int>(systems.size()); ++rank) {
+    threads.emplace_back([&, rank] {
+      GroupOptions options;
+      options.rank = rank;
+      options.size = static_cast<int>(systems.size());
+      options.system_root = systems[static_cast<std::size_t>(rank)]->root();
+      body(options, exchange.for_rank(rank));
+      exchange.for_rank(rank)("left");  // as in run_threads
+    });
+  }
+}
+
+void limit_memory(const test::FakeSystem& system, std::size_t bytes) {
+  system.write("/proc/self/cgroup", "0::/box");
+  system.write("/sys/fs/cgroup/box/memory.max", std::to_string(bytes + 1000));
+  system.write("/sys/fs/cgroup/box/memory.current", "1000");
+}
+
+TEST(Group, MemoryForAllRanksIsCheckedBeforeOneTakesIt) {
+  const test::FakeSystem small;
+  limit_memory(small, kSegmentBytes * 3 / 2);  // of two ranks, each alone would find room
+  std::atomic<int> num_refused{0};
+  run_on({&small, &small}, [&](const GroupOptions& options, const Exchange& exchange) {
+    try {
+      const Group group(options, exchange);
+      ADD_FAILURE();
+    } catch (const SystemError& error) {
+      ++num_refused;
+      EXPECT_EQ(error.code(), ENOMEM);
+      const std::string expected =
+          std::to_string(kSegmentBytes * 2) +
+          " bytes of shared memory are needed, but the memory cgroup has only " +
+          std::to_string(kSegmentBytes * 3 / 2) + " left for the 2 ranks of this host";
+      EXPECT_NE(error.message().find(expected), std::string::npos) << error.message();
+    }
+  });
+  EXPECT_EQ(num_refused, 2);
+  // In a cgroup of its own, each has room.
+  const test::FakeSystem other;
+  limit_memory(other, kSegmentBytes * 3 / 2);
+  run_on({&small, &other}, [&](const GroupOptions& options, const Exchange& exchange) {
+    Group group(options, exchange);
+    run(group, Operation{});
+    group.leave();
+    exchange("done");
+  });
+}
+
+TEST(Group, OneRankWithoutRoomIsAnErrorOnAll) {
+  const test::FakeSystem large;
+  const test::FakeSystem small;
+  limit_memory(large, 100 * kSegmentBytes);
+  limit_memory(small, kSegmentBytes * 3 / 2);
+  std::atomic<int> num_refused{0};
+  run_on({&large, &small}, [&](const GroupOptions& options, const Exchange& exchange) {
+    Group group(options, exchange);
+    try {
+      if (group.rank() == 1) group.allocate(2 * kSegmentBytes);
+      run(group, Operation{});
+      ADD_FAILURE();
+    } catch (const SystemError& error) {
+      ++num_refused;
+      EXPECT_EQ(error.message().starts_with("Because rank 1: "), group.rank() == 0);
+      EXPECT_NE(error.message().find(std::to_string(2 * kSegmentBytes) +
+                                     " bytes of shared memory are needed"),
+                std::string::npos)
+          << error.message();
+    }
+    group.leave();
+    exchange("done");
+  });
+  EXPECT_EQ(num_refused, 2);
+}
+
+TEST(Group, WhatOtherRanksAreAboutToTakeCounts) {
+  const test::FakeSystem system;
+  limit_memory(system, 10 << 20);
+  const test::FakeSystem other;
+  limit_memory(other, 10 << 20);
+  run_on({&system, &system, &other}, [&](const GroupOptions& options, const Exchange& exchange) {
+    const Peers peers = connect(options, exchange);
+    Areas areas(peers);
+    if (options.rank != 0) peers.self().claimed_bytes = 8 << 20;
+    exchange("claimed");
+    if (options.rank == 0) {
+      areas.allocate(1 << 20);
+      try {
+        areas.allocate(4 << 20);
+        ADD_FAILURE();
+      } catch (const SystemError& error) {
+        EXPECT_NE(error.message().find("and other ranks are about to take 8388608"),
+                  std::string::npos)
+            << error.message();
+      }
+      EXPECT_EQ(peers.self().claimed_bytes, 0);
+    }
+    exchange("done");
+  });
 }
 
 TEST(Group, WrongArgumentsAreRefusedBeforeAnythingIsSent) {
