@@ -32,6 +32,10 @@ class Messages {
 
   // Begins a message; progress() moves it on.
   std::shared_ptr<PendingMessage> add(Message message);
+  void clear() {
+    outgoing_.clear();
+    expected_.clear();
+  }
   bool is_idle() const { return outgoing_.empty() && expected_.empty(); }
 
   // Returns whether anything moved. Throws MismatchError.
