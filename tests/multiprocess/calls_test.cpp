@@ -376,6 +376,7 @@ TEST_P(Calls, ARankThatKeepsTheEnginesMemoryIsSeenToLeave) {
     for (int i = 0; i < 3000 && !std::filesystem::exists(path); ++i) {
       std::this_thread::sleep_for(milliseconds(10));
     }
+    EXPECT_TRUE(std::filesystem::exists(path)) << "it was not seen while this process lived";
     EXPECT_EQ(kept.sum().item<int>(), 7000);
   });
   EXPECT_TRUE(std::filesystem::remove(path));
