@@ -4,7 +4,7 @@
 
 #include "base/text.h"
 #include "collective/reduce.h"
-#include "collective/request.h"
+#include "collective/runner.h"
 
 namespace lockstep::collective {
 
@@ -56,6 +56,13 @@ void throw_mismatch(int rank, std::uint64_t number, int first, const Signature& 
       text::format("Operation {} is {} on rank {}, but {} on rank {}.\nMake the same calls in the "
                    "same order, with the same sizes and types, on all ranks.",
                    number, of_first.activity().text, first, of_other.activity().text, other));
+}
+
+std::exception_ptr world_has_ended(int rank) {
+  return std::make_exception_ptr(
+      UsageError({.rank = rank, .operation = "end"},
+                 "The world ended before all operations were done.\n"
+                 "Wait for what was started, on all ranks, before it ends."));
 }
 
 }  // namespace lockstep::collective

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -78,6 +79,7 @@ struct Operation {
   Parts output = {};
   const Operation* part_of = nullptr;      // the operation that this one is a step of
   std::shared_ptr<const void> owner = {};  // of the memory, for as long as it is used
+  std::chrono::milliseconds timeout{0};    // of waits for other ranks; 0: the runner's
 
   Signature signature() const {
     return {.count = count, .root = root, .kind = kind, .type = type, .reduction = reduction};
@@ -87,6 +89,10 @@ struct Operation {
     return (part_of == nullptr ? *this : *part_of).signature().activity();
   }
   std::string text() const { return activity().text; }
+  std::chrono::milliseconds timeout_or(std::chrono::milliseconds usual) const {
+    const auto own = (part_of == nullptr ? *this : *part_of).timeout;
+    return own.count() > 0 ? own : usual;
+  }
 };
 
 // Throws UsageError on `rank` if the operation cannot be, in a world of `size`.

@@ -2,6 +2,7 @@
 // with what it needs to move them on.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -20,10 +21,14 @@ struct Message {
   int peer = 0;  // kAnyRank: whoever sends
   int tag = 0;
   std::shared_ptr<const void> owner = {};  // of the memory, for as long as it is used
+  std::chrono::milliseconds timeout{0};    // of a wait for it; 0: the runner's
 
   const char* name() const { return is_send ? "send" : "recv"; }
   // `peer_rank` is what errors call the peer.
   Activity activity(int peer_rank) const;
+  std::chrono::milliseconds timeout_or(std::chrono::milliseconds usual) const {
+    return timeout.count() > 0 ? timeout : usual;
+  }
 };
 
 struct Request {

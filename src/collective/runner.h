@@ -4,6 +4,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <memory>
 
 #include "collective/request.h"
@@ -32,13 +33,24 @@ class Runner {
   // Throws the runner's failure, after which every call throws it.
   virtual bool poll(const Request& request) = 0;
 
-  // Returns when the request is done. Throws TimeoutError, PeerLostError, MismatchError.
-  virtual void wait(const Request& request, std::chrono::milliseconds timeout) = 0;
-  virtual void wait(const Request& request) = 0;  // as long as an operation may take
+  // Returns whether the request is done; false at `until`, which ends nothing. Without `until`, a
+  // request that takes longer than its timeout is the runner's failure.
+  // Throws TimeoutError, PeerLostError, MismatchError.
+  using TimePoint = std::chrono::steady_clock::time_point;
+  static constexpr TimePoint kNoLimit = TimePoint::max();
+  virtual bool wait_until(const Request& request, TimePoint until) = 0;
+  void wait(const Request& request) { wait_until(request, kNoLimit); }
+
+  // Tells the others that this rank takes no further part, and lets go of all memory. What is under
+  // way or comes later throws world_has_ended().
+  virtual void leave() noexcept = 0;
 
   // Ends a wait for this request, on any thread, with an exception; its memory stays in use. False
   // if this runner cannot.
   virtual bool abandon(Request&) { return false; }
 };
+
+// A UsageError of `rank`.
+std::exception_ptr world_has_ended(int rank);
 
 }  // namespace lockstep::collective

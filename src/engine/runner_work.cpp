@@ -1,24 +1,30 @@
 #include "engine/runner_work.h"
 
+#include <lockstep/error.h>
+
+#include "base/text.h"
+
 namespace lockstep {
 
+using collective::MessageRequest;
+using collective::OperationRequest;
+
 bool RunnerWork::isCompleted() {
-  const bool is_over = look();
-  if (is_over) complete_future();
-  return is_over;
+  std::exception_ptr error;
+  try {
+    if (!are_requests_done()) return false;
+  } catch (...) {
+    error = std::current_exception();
+  }
+  end(std::move(error));
+  return true;
 }
 
-bool RunnerWork::look() {
+bool RunnerWork::are_requests_done() {
   const MutexLock lock(work_mutex_);
-  if (is_over_) return true;
-  try {
-    while (next_ < requests_.size()) {
-      if (!runner_->poll(*requests_[next_])) return false;
-      ++next_;
-    }
-    end(nullptr);
-  } catch (...) {
-    end(std::current_exception());
+  while (!is_over_ && next_ < requests_.size()) {
+    if (!runner_->poll(*requests_[next_])) return false;
+    ++next_;
   }
   return true;
 }
@@ -33,38 +39,54 @@ std::exception_ptr RunnerWork::exception() const {
   return error_;
 }
 
-bool RunnerWork::wait(std::chrono::milliseconds timeout) {
+bool RunnerWork::wait(std::chrono::milliseconds limit) {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto kLongest = std::chrono::hours(24 * 365);  // what is longer is no limit
+  const auto until =
+      limit <= kNoTimeout || limit > kLongest ? collective::Runner::kNoLimit : Clock::now() + limit;
+  const collective::Request* late = nullptr;
   std::exception_ptr error;
-  {
-    const MutexLock lock(work_mutex_);
-    if (!is_over_) {
-      try {
-        for (; next_ < requests_.size(); ++next_) {
-          if (timeout == kNoTimeout) {
-            runner_->wait(*requests_[next_]);
-          } else {
-            runner_->wait(*requests_[next_], timeout);
-          }
-        }
-        end(nullptr);
-      } catch (...) {
-        end(std::current_exception());
-      }
+  try {
+    for (const auto& request : requests_) {
+      if (runner_->wait_until(*request, until)) continue;
+      late = request.get();
+      break;
     }
-    error = error_;
+  } catch (...) {
+    error = std::current_exception();
   }
-  complete_future();
+  if (late != nullptr) throw_not_done(*late, limit);
+  error = end(std::move(error));
   if (error) std::rethrow_exception(error);
   return true;
 }
 
-// The rank on the other side of a point-to-point message.
-int RunnerWork::sourceRank() const {
-  const auto* message = dynamic_cast<const collective::MessageRequest*>(requests_.front().get());
-  return message == nullptr ? c10d::Work::sourceRank() : message->message.peer;
+void RunnerWork::throw_not_done(const collective::Request& request,
+                                std::chrono::milliseconds limit) const {
+  const auto* operation = dynamic_cast<const OperationRequest*>(&request);
+  const collective::Activity activity =
+      operation != nullptr
+          ? operation->operation.activity()
+          : collective::Activity{static_cast<const MessageRequest&>(request).message.name(),
+                                 static_cast<const MessageRequest&>(request).message.name()};
+  throw TimeoutError(
+      {.rank = runner_->rank(), .operation = activity.operation},
+      text::format("{} was not done after {:.3f} s, the limit that was given to this wait.\n"
+                   "It goes on: wait for it again.",
+                   activity.text, std::chrono::duration<double>(limit).count()));
 }
 
-// Without the mutex, which whoever waits has.
+bool RunnerWork::is_message() const {
+  return !requests_.empty() &&
+         dynamic_cast<const MessageRequest*>(requests_.front().get()) != nullptr;
+}
+
+// The rank on the other side of a point-to-point message.
+int RunnerWork::sourceRank() const {
+  return is_message() ? static_cast<const MessageRequest&>(*requests_.front()).message.peer
+                      : c10d::Work::sourceRank();
+}
+
 void RunnerWork::abort() {
   for (const auto& request : requests_) {
     if (!runner_->abandon(*request)) c10d::Work::abort();  // throws: it is not offered
@@ -81,77 +103,77 @@ c10::intrusive_ptr<c10::ivalue::Future> RunnerWork::getFuture() {
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     is_over = is_over_;
   }
-  if (is_over) {
-    complete_future();
-  } else if (const auto driver = driver_.lock()) {
+  const auto driver = is_over ? nullptr : driver_.lock();
+  if (driver) {
     driver->drive(c10::intrusive_ptr<RunnerWork>::reclaim_copy(this));
   } else {
-    isCompleted();  // without an engine nothing moves any more
+    isCompleted();  // it is over, or was so when the engine ended
   }
   return future;
 }
 
-void RunnerWork::end(std::exception_ptr error) {
-  error_ = std::move(error);
-  if (!error_ && after_) {
-    try {
-      after_();
-    } catch (...) {
-      error_ = std::current_exception();
-    }
-  }
-  is_over_ = true;
-  after_ = nullptr;
-  finish(error_);  // c10d::Work's own record of it
-}
-
-// Without the mutex: what callers hang on the future runs in here, and may ask this work.
-void RunnerWork::complete_future() {
+// All requests are done, or one has failed. The first to see it records it; returns what went
+// wrong.
+std::exception_ptr RunnerWork::end(std::exception_ptr error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  std::exception_ptr error;
   {
     const MutexLock lock(work_mutex_);
-    if (!future_ || has_completed_future_) return;
-    has_completed_future_ = true;
-    future = future_;
+    if (!is_over_) {
+      if (!error && after_) {
+        try {
+          after_();
+        } catch (...) {
+          error = std::current_exception();
+        }
+      }
+      error_ = std::move(error);
+      is_over_ = true;
+      after_ = nullptr;
+      finish(error_);  // c10d::Work's own record of it
+    }
     error = error_;
+    if (!has_completed_future_) future = future_;
+    has_completed_future_ = has_completed_future_ || future;
   }
-  if (error) {
+  // Without the mutex: what callers hang on the future runs in here, and may ask this work.
+  if (future && error) {
     future->setError(error);
-  } else {
+  } else if (future) {
     future->markCompleted(c10::IValue(tensors_));
   }
+  return error;
 }
 
-FutureDriver::~FutureDriver() {
-  {
-    const MutexLock lock(mutex_);
-    is_ending_ = true;
+namespace {
+
+// What goes wrong is in the work and in its future.
+void wait_quietly(RunnerWork& work) noexcept {
+  try {
+    work.wait(kNoTimeout);
+  } catch (...) {  // NOLINT: see above
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
 }
+
+}  // namespace
 
 void FutureDriver::drive(c10::intrusive_ptr<RunnerWork> work) {
-  const MutexLock lock(mutex_);
-  works_.push_back(std::move(work));
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-  changed_.notify_all();
+  if (work->is_message()) return workers_.run([work] { wait_quietly(*work); });
+  const MutexLock lock(operations_->mutex);
+  if (!operations_->has_thread) workers_.run([queue = operations_] { run(*queue); });
+  operations_->has_thread = true;
+  operations_->works.push_back(std::move(work));
 }
 
-void FutureDriver::run() {
-  const MutexLock lock(mutex_);
-  while (true) {
-    while (!is_ending_ && works_.empty()) changed_.wait(mutex_);
-    if (is_ending_) return;
-    const auto work = works_.front();
-    works_.pop_front();
-    const MutexUnlock unlock(mutex_);
-    try {
-      work->wait(kNoTimeout);
-    } catch (...) {  // NOLINT: it is in the future and in the work
-    }
+void FutureDriver::run(Queue& queue) {
+  const MutexLock lock(queue.mutex);
+  while (!queue.works.empty()) {
+    auto work = std::move(queue.works.front());
+    queue.works.pop_front();
+    const MutexUnlock unlock(queue.mutex);
+    wait_quietly(*work);
+    work.reset();  // without the lock
   }
+  queue.has_thread = false;
 }
 
 }  // namespace lockstep

@@ -1,8 +1,8 @@
 // Work of a TensorEngine: one or several operations that a caller waits for as one.
 //
 // It moves on in isCompleted() and wait(), on the caller's thread. Only futures that a caller asks
-// for are completed by a thread, which is started with the first of them.
-// Threading: any thread may call.
+// for are completed by threads, which are started with the first of them.
+// Threading: any thread may call, also while another waits.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,32 +10,36 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "base/mutex.h"
 #include "collective/runner.h"
+#include "engine/workers.h"
 
 namespace lockstep {
 
 class RunnerWork;
 
-// Completes the futures that callers asked for. Its thread never throws: what goes wrong is
-// stored in the future.
+// Completes the futures that callers asked for. Its threads never throw: what goes wrong is
+// stored in the future. Operations end in the order started, so one thread waits for all of them; a
+// message may end before earlier ones and has a thread to itself. All futures are complete when it
+// ends: the engine has left by then, which ends all waits.
 class FutureDriver {
  public:
-  ~FutureDriver();
   void drive(c10::intrusive_ptr<RunnerWork> work);
 
  private:
-  void run();
+  // Outlives the driver where a callback destroys that.
+  struct Queue {
+    Mutex mutex;
+    std::deque<c10::intrusive_ptr<RunnerWork>> works LOCKSTEP_GUARDED_BY(mutex);
+    bool has_thread LOCKSTEP_GUARDED_BY(mutex) = false;
+  };
+  static void run(Queue& queue);
 
-  Mutex mutex_;
-  Condition changed_;
-  std::deque<c10::intrusive_ptr<RunnerWork>> works_ LOCKSTEP_GUARDED_BY(mutex_);
-  bool is_ending_ LOCKSTEP_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // started under mutex_
+  const std::shared_ptr<Queue> operations_ = std::make_shared<Queue>();
+  Workers workers_;
 };
 
 class RunnerWork : public c10d::Work {
@@ -55,17 +59,22 @@ class RunnerWork : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  bool wait(std::chrono::milliseconds timeout) override;
+  // Without a limit, what takes longer than the operation's timeout is the end of the engine. With
+  // one, this throws TimeoutError at the limit, and the work goes on.
+  bool wait(std::chrono::milliseconds limit) override;
   void synchronize() override { wait(kNoTimeout); }
   void abort() override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return tensors_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
+  bool is_message() const;
+
  private:
-  bool look() LOCKSTEP_EXCLUDES(work_mutex_);
-  void end(std::exception_ptr error) LOCKSTEP_REQUIRES(work_mutex_);
-  void complete_future() LOCKSTEP_EXCLUDES(work_mutex_);
+  bool are_requests_done() LOCKSTEP_EXCLUDES(work_mutex_);
+  std::exception_ptr end(std::exception_ptr error) LOCKSTEP_EXCLUDES(work_mutex_);
+  [[noreturn]] void throw_not_done(const collective::Request& request,
+                                   std::chrono::milliseconds limit) const;
 
   // Constant after construction.
   const std::shared_ptr<collective::Runner> runner_;

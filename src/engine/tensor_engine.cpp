@@ -2,17 +2,12 @@
 
 #include <lockstep/error.h>
 
-#include <algorithm>
-#include <functional>
-
 #include "base/text.h"
 
 namespace lockstep {
 
-using collective::DataType;
 using collective::Kind;
 using collective::Operation;
-using collective::Parts;
 using WorkPtr = TensorEngine::WorkPtr;
 
 namespace {
@@ -25,8 +20,25 @@ Tensors flatten(const std::vector<Tensors>& lists) {
 
 }  // namespace
 
-TensorCall TensorEngine::begin(c10d::OpType type, Tensors results) {
-  return {runner_, driver_, sequence_, type, std::move(results)};
+// First the waits end, then the threads that complete futures: they wait.
+TensorEngine::~TensorEngine() { runner_->leave(); }
+
+void TensorEngine::setTimeout(std::chrono::milliseconds timeout) {
+  if (timeout.count() <= 0) {
+    checks_.refuse("setTimeout", text::format("A timeout of {} ms cannot be.\nMake it positive.",
+                                              timeout.count()));
+  }
+  timeout_ = timeout;
+}
+
+TensorCall TensorEngine::begin(c10d::OpType type, Tensors results,
+                               std::chrono::milliseconds timeout) {
+  return {runner_,
+          driver_,
+          sequence_,
+          type,
+          std::move(results),
+          timeout.count() > 0 ? timeout : timeout_.load()};
 }
 
 at::Tensor TensorEngine::allocateTensor(long size, at::TensorOptions options) {
@@ -43,12 +55,12 @@ at::Tensor TensorEngine::allocateTensor(long size, at::TensorOptions options) {
 
 WorkPtr TensorEngine::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   checks_.reduction("all_reduce", options.reduceOp, tensors);
-  TensorCall call = begin(c10d::OpType::ALLREDUCE, tensors);
+  TensorCall call = begin(c10d::OpType::ALLREDUCE, tensors, options.timeout);
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor dense = call.read_and_write(tensor);
     Operation operation = operation_of(Kind::kAllReduce, dense, options.reduceOp);
     operation.input.base = operation.output.base = data_of(dense);
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
@@ -60,7 +72,7 @@ WorkPtr TensorEngine::allreduce_coalesced(Tensors& tensors,
 
 WorkPtr TensorEngine::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   checks_.reduction("reduce", options.reduceOp, tensors);
-  TensorCall call = begin(c10d::OpType::REDUCE, tensors);
+  TensorCall call = begin(c10d::OpType::REDUCE, tensors, options.timeout);
   for (const at::Tensor& tensor : tensors) {
     const bool is_root = rank_ == options.rootRank;
     const at::Tensor dense = is_root ? call.read_and_write(tensor) : call.read(tensor);
@@ -68,39 +80,57 @@ WorkPtr TensorEngine::reduce(Tensors& tensors, const c10d::ReduceOptions& option
     operation.root = static_cast<int>(options.rootRank);
     operation.input.base = data_of(dense);
     if (is_root) operation.output.base = data_of(dense);
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
 
 WorkPtr TensorEngine::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  TensorCall call = begin(c10d::OpType::BROADCAST, tensors);
+  TensorCall call = begin(c10d::OpType::BROADCAST, tensors, options.timeout);
   for (const at::Tensor& tensor : tensors) {
     const bool is_root = rank_ == options.rootRank;
     const at::Tensor dense = is_root ? call.read(tensor) : call.read_and_write(tensor);
     Operation operation = operation_of(Kind::kBroadcast, dense);
     operation.root = static_cast<int>(options.rootRank);
     (is_root ? operation.input : operation.output).base = data_of(dense);
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
 
-WorkPtr TensorEngine::barrier(const c10d::BarrierOptions&) {
-  TensorCall call = begin(c10d::OpType::BARRIER, {});
-  call.start(Operation{});
+WorkPtr TensorEngine::barrier(const c10d::BarrierOptions& options) {
+  TensorCall call = begin(c10d::OpType::BARRIER, {}, options.timeout);
+  call.add(Operation{});
   return call.work();
 }
 
 WorkPtr TensorEngine::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                const c10d::AllgatherOptions&) {
+                                const c10d::AllgatherOptions& options) {
+  return gather_lists(begin(c10d::OpType::ALLGATHER, flatten(outputs), options.timeout), outputs,
+                      inputs);
+}
+
+// Here outputs are by rank, and then by input.
+WorkPtr TensorEngine::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) {
+  checks_.count("all_gather", outputs.size());
+  std::vector<Tensors> by_input(inputs.size());
+  for (const Tensors& of_rank : outputs) {
+    checks_.pairs("all_gather", of_rank, inputs);
+    for (std::size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(of_rank[i]);
+  }
+  return gather_lists(begin(c10d::OpType::ALLGATHER_COALESCED, flatten(outputs), options.timeout),
+                      by_input, inputs);
+}
+
+WorkPtr TensorEngine::gather_lists(TensorCall call, const std::vector<Tensors>& outputs,
+                                   const Tensors& inputs) {
   checks_.lists("all_gather", outputs, inputs);
-  TensorCall call = begin(c10d::OpType::ALLGATHER, flatten(outputs));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Operation operation = operation_of(Kind::kAllGather, inputs[i]);
     operation.input.base = data_of(call.read(inputs[i]));
     operation.output = call.write(outputs[i]);
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
@@ -113,8 +143,8 @@ WorkPtr TensorEngine::_allgather_base(at::Tensor& output, at::Tensor& input,
 }
 
 WorkPtr TensorEngine::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                      const c10d::AllgatherOptions&) {
-  TensorCall call = begin(c10d::OpType::_ALLGATHER_BASE, outputs);
+                                                      const c10d::AllgatherOptions& options) {
+  TensorCall call = begin(c10d::OpType::_ALLGATHER_BASE, outputs, options.timeout);
   checks_.pairs("all_gather", outputs, inputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     checks_.same("all_gather", outputs[i], inputs[i], size_, 1);
@@ -122,7 +152,7 @@ WorkPtr TensorEngine::allgather_into_tensor_coalesced(Tensors& outputs, Tensors&
     operation.input.base = data_of(call.read(inputs[i]));
     operation.output = {.base = data_of(call.read_and_write(outputs[i])),
                         .stride = inputs[i].nbytes()};
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
@@ -136,13 +166,13 @@ WorkPtr TensorEngine::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     checks_.refuse("gather",
                    "gather was given outputs on a rank that is not the root.\nGive none.");
   }
-  TensorCall call = begin(c10d::OpType::GATHER, flatten(outputs));
+  TensorCall call = begin(c10d::OpType::GATHER, flatten(outputs), options.timeout);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Operation operation = operation_of(Kind::kGather, inputs[i]);
     operation.root = static_cast<int>(options.rootRank);
     operation.input.base = data_of(call.read(inputs[i]));
     if (is_root) operation.output = call.write(outputs[i]);
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
@@ -156,13 +186,13 @@ WorkPtr TensorEngine::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
     checks_.refuse("scatter",
                    "scatter was given inputs on a rank that is not the root.\nGive none.");
   }
-  TensorCall call = begin(c10d::OpType::SCATTER, outputs);
+  TensorCall call = begin(c10d::OpType::SCATTER, outputs, options.timeout);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     Operation operation = operation_of(Kind::kScatter, outputs[i]);
     operation.root = static_cast<int>(options.rootRank);
     if (is_root) operation.input = call.read(inputs[i]);
     operation.output.base = data_of(call.read_and_write(outputs[i]));
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
@@ -171,12 +201,12 @@ WorkPtr TensorEngine::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inp
                                      const c10d::ReduceScatterOptions& options) {
   checks_.lists("reduce_scatter", inputs, outputs);
   checks_.reduction("reduce_scatter", options.reduceOp, outputs);
-  TensorCall call = begin(c10d::OpType::REDUCE_SCATTER, outputs);
+  TensorCall call = begin(c10d::OpType::REDUCE_SCATTER, outputs, options.timeout);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     Operation operation = operation_of(Kind::kReduceScatter, outputs[i], options.reduceOp);
     operation.input = call.read(inputs[i]);
     operation.output.base = data_of(call.read_and_write(outputs[i]));
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
@@ -192,43 +222,25 @@ WorkPtr TensorEngine::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
                                                       const c10d::ReduceScatterOptions& options) {
   checks_.reduction("reduce_scatter", options.reduceOp, outputs);
   checks_.pairs("reduce_scatter", outputs, inputs);
-  TensorCall call = begin(c10d::OpType::_REDUCE_SCATTER_BASE, outputs);
+  TensorCall call = begin(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, options.timeout);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     checks_.same("reduce_scatter", outputs[i], inputs[i], 1, size_);
     Operation operation = operation_of(Kind::kReduceScatter, outputs[i], options.reduceOp);
     operation.input = {.base = data_of(call.read(inputs[i])), .stride = outputs[i].nbytes()};
     operation.output.base = data_of(call.read_and_write(outputs[i]));
-    call.start(std::move(operation));
+    call.add(std::move(operation));
   }
   return call.work();
 }
 
-WorkPtr TensorEngine::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) {
-  checks_.count("all_to_all", outputs.size());
-  checks_.count("all_to_all", inputs.size());
-  TensorCall call = begin(c10d::OpType::ALLTOALL, outputs);
-  start_all_to_all(call, inputs, outputs);
-  return call.work();
-}
-
-WorkPtr TensorEngine::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                    std::vector<int64_t>& output_splits,
-                                    std::vector<int64_t>& input_splits,
-                                    const c10d::AllToAllOptions&) {
-  TensorCall call = begin(c10d::OpType::ALLTOALL_BASE, {output});
-  start_all_to_all(call, checks_.split(call.read(input), input_splits),
-                   checks_.split(call.read_and_write(output), output_splits));
-  return call.work();
-}
-
 WorkPtr TensorEngine::send(Tensors& tensors, int peer, int tag) {
-  TensorCall call = begin(c10d::OpType::SEND, tensors);
+  TensorCall call = begin(c10d::OpType::SEND, tensors, c10d::kUnsetTimeout);
   const at::Tensor dense = call.read(checks_.only_one("send", tensors));
-  call.start(collective::Message{.is_send = true,
-                                 .memory = data_of(dense),
-                                 .bytes = dense.nbytes(),
-                                 .peer = peer,
-                                 .tag = tag});
+  call.add(collective::Message{.is_send = true,
+                               .memory = data_of(dense),
+                               .bytes = dense.nbytes(),
+                               .peer = peer,
+                               .tag = tag});
   return call.work();
 }
 
@@ -241,57 +253,11 @@ WorkPtr TensorEngine::recvAnysource(Tensors& tensors, int tag) {
 }
 
 WorkPtr TensorEngine::receive(const Tensors& tensors, int peer, int tag) {
-  TensorCall call = begin(c10d::OpType::RECV, tensors);
+  TensorCall call = begin(c10d::OpType::RECV, tensors, c10d::kUnsetTimeout);
   const at::Tensor dense = call.read_and_write(checks_.only_one("recv", tensors));
-  call.start(collective::Message{
+  call.add(collective::Message{
       .memory = data_of(dense), .bytes = dense.nbytes(), .peer = peer, .tag = tag});
   return call.work();
-}
-
-// Parts may differ in size. A runner that counts in the largest part has to know it: ranks first
-// tell each other how much they send to whom.
-void TensorEngine::start_all_to_all(TensorCall& call, const Tensors& inputs,
-                                    const Tensors& outputs) {
-  for (const at::Tensor& output : outputs) {
-    if (output.scalar_type() == inputs.front().scalar_type()) continue;
-    checks_.refuse("all_to_all", "Inputs and outputs differ in type.\nUse the same type.");
-  }
-  Operation operation = operation_of(Kind::kAllToAll, inputs.front());
-  const std::size_t unit = operation.type == DataType::kBytes ? inputs.front().element_size() : 1;
-  operation.count =
-      runner_->needs_largest_part() ? tell_parts(inputs, outputs) * unit : std::size_t{0};
-  operation.input = call.read(inputs);
-  operation.output = call.write(outputs);
-  for (const at::Tensor& input : inputs) {
-    operation.input.counts.push_back(static_cast<std::size_t>(input.numel()) * unit);
-  }
-  for (const at::Tensor& output : outputs) {
-    operation.output.counts.push_back(static_cast<std::size_t>(output.numel()) * unit);
-  }
-  call.start(std::move(operation));
-}
-
-// The largest part of all ranks, in elements.
-std::size_t TensorEngine::tell_parts(const Tensors& inputs, const Tensors& outputs) {
-  std::vector<int64_t> counts;
-  for (const at::Tensor& input : inputs) counts.push_back(input.numel());
-  std::vector<int64_t> all(counts.size() * counts.size());
-  Operation tell;
-  tell.kind = Kind::kAllGather;
-  tell.type = DataType::kI64;
-  tell.count = counts.size();
-  tell.input.base = reinterpret_cast<std::byte*>(counts.data());
-  tell.output = {.base = reinterpret_cast<std::byte*>(all.data()), .stride = counts.size() * 8};
-  runner_->wait(*runner_->start(std::move(tell)));
-  for (std::size_t peer = 0; peer < outputs.size(); ++peer) {
-    const int64_t sent = all[peer * counts.size() + static_cast<std::size_t>(rank_)];
-    if (sent == outputs[peer].numel()) continue;
-    throw MismatchError({.rank = rank_, .peer = static_cast<int>(peer), .operation = "all_to_all"},
-                        text::format("Rank {} sends {} elements, but rank {} has room for {}.\n"
-                                     "Make the splits of both sides equal.",
-                                     peer, sent, rank_, outputs[peer].numel()));
-  }
-  return static_cast<std::size_t>(*std::ranges::max_element(all));
 }
 
 }  // namespace lockstep

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -29,7 +30,10 @@ class TensorEngine : public c10d::Backend {
         runner_(std::move(runner)),
         memory_(std::move(memory)) {}
 
+  ~TensorEngine() override;
+
   const std::string getBackendName() const override { return name_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;  // of what is started from now on
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   bool supportsTensorAlloc(c10::DeviceIndex) override { return memory_ != nullptr; }
@@ -40,13 +44,15 @@ class TensorEngine : public c10d::Backend {
                               const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
-  WorkPtr barrier(const c10d::BarrierOptions&) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions&) override;
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions&) override;
+                                          const c10d::AllgatherOptions& options) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -57,18 +63,24 @@ class TensorEngine : public c10d::Backend {
                                const c10d::ReduceScatterOptions& options) override;
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override;
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) override;
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override;
   WorkPtr send(Tensors& tensors, int peer, int tag) override;
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  TensorCall begin(c10d::OpType type, Tensors results);
+  // `timeout` is the caller's own; kUnsetTimeout: none.
+  TensorCall begin(c10d::OpType type, Tensors results, std::chrono::milliseconds timeout);
+  WorkPtr gather_lists(TensorCall call, const std::vector<Tensors>& outputs, const Tensors& inputs);
   WorkPtr receive(const Tensors& tensors, int peer, int tag);
-  void start_all_to_all(TensorCall& call, const Tensors& inputs, const Tensors& outputs);
-  std::size_t tell_parts(const Tensors& inputs, const Tensors& outputs);
+  // all_to_all.cpp
+  WorkPtr all_to_all(TensorCall call, const Tensors& inputs, const Tensors& outputs);
+  std::size_t compare_parts(const collective::Operation& operation,
+                            std::chrono::milliseconds timeout);
 
   const std::string name_;
   const TensorChecks checks_;
@@ -76,6 +88,7 @@ class TensorEngine : public c10d::Backend {
   const std::shared_ptr<shm::Group> memory_;
   const std::shared_ptr<FutureDriver> driver_ = std::make_shared<FutureDriver>();
   std::atomic<uint64_t> sequence_{0};
+  std::atomic<std::chrono::milliseconds> timeout_{std::chrono::milliseconds(0)};  // 0: the runner's
 };
 
 }  // namespace lockstep

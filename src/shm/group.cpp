@@ -50,10 +50,18 @@ void Group::leave() noexcept {
   const MutexLock lock(mutex_);
   if (has_left_) return;
   has_left_ = true;
-  if (!failure_) peers_.self().state.store(RankState::kLeft);
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank()) ring_even_if_awake(peers_.control(peer));
+  if (!failure_) {
+    failure_ = collective::world_has_ended(peers_.my_global_rank());
+    peers_.self().state.store(RankState::kLeft);
   }
+  forget_requests();
+  for (int peer = 0; peer < size(); ++peer) ring_even_if_awake(peers_.control(peer));
+}
+
+// Their memory may be the group's own, whose last owner they would keep alive for ever.
+void Group::forget_requests() {
+  pieces_.clear();
+  messages_.clear();
 }
 
 std::byte* Group::allocate(std::size_t bytes) {
@@ -99,10 +107,16 @@ bool Group::is_done(const Request& request) {
   return operation != nullptr && pieces_.is_done(const_cast<PendingOperation&>(*operation));
 }
 
+// Throws the failure, unless the request was done before it.
+bool Group::is_known_to_be_done(const Request& request) {
+  if (request.is_done || (failure_ && is_done(request))) return true;
+  throw_if_failed();
+  return false;
+}
+
 bool Group::poll(const Request& request) {
   const MutexLock lock(mutex_);
-  if (request.is_done) return true;
-  throw_if_failed();
+  if (is_known_to_be_done(request)) return true;
   try {
     progress(false);
   } catch (...) {
@@ -111,18 +125,17 @@ bool Group::poll(const Request& request) {
   return is_done(request);
 }
 
-void Group::wait(const Request& request, std::chrono::milliseconds timeout) {
+bool Group::wait_until(const Request& request, TimePoint until) {
   const MutexLock lock(mutex_);
-  if (request.is_done) return;
-  throw_if_failed();
+  if (is_known_to_be_done(request)) return true;
   try {
-    wait_locked(request, timeout);
+    return wait_locked(request, until);
   } catch (...) {
     fail(std::current_exception());
   }
 }
 
-void Group::wait_locked(const Request& request, std::chrono::milliseconds timeout) {
+bool Group::wait_locked(const Request& request, TimePoint until) {
   const auto start = Clock::now();
   auto last_check = start;
   auto spin_until = start + options_.spin;
@@ -131,10 +144,11 @@ void Group::wait_locked(const Request& request, std::chrono::milliseconds timeou
     bool has_moved = false;
     for (int look = 0; look < num_looks_ && !has_moved; ++look) {
       has_moved = progress(true);
-      if (is_done(request)) return;
+      if (is_done(request)) return true;
       relax();
     }
     const auto now = Clock::now();
+    if (now >= until) return false;
     if (has_moved) spin_until = now + options_.spin;
     if (now < spin_until) {
       if (!has_moved) ::sched_yield();
@@ -142,19 +156,20 @@ void Group::wait_locked(const Request& request, std::chrono::milliseconds timeou
     }
     Sleep sleep(peers_.self());
     if (progress(true)) continue;
-    if (is_done(request)) return;
+    if (is_done(request)) return true;
     if (now - last_check >= kPeerCheckInterval) {
       check_peers_of(request);
       last_check = now;
     }
-    if (now - start >= timeout) time_out(request, timeout, now - start);
+    const auto timeout = timeout_of(request);
+    if (until == kNoLimit && now - start >= timeout) time_out(request, timeout, now - start);
     if (now - start >= kFirstWarning && !has_warned) {
       has_warned = true;
       warn_of(request);
     }
     {
       const MutexUnlock unlock(mutex_);
-      sleep.nap(std::min<std::chrono::nanoseconds>(kPeerCheckInterval, timeout));
+      sleep.nap(std::min<std::chrono::nanoseconds>({kPeerCheckInterval, timeout, until - now}));
     }
     throw_if_failed();
     spin_until = Clock::now() + std::min(options_.spin, kShortSpin);
@@ -167,6 +182,12 @@ Activity Group::activity_of(const Request& request) const {
     return message->message.activity(peers_.global_rank(message->message.peer));
   }
   return static_cast<const OperationRequest&>(request).operation.activity();
+}
+
+std::chrono::milliseconds Group::timeout_of(const Request& request) const {
+  const auto* message = dynamic_cast<const MessageRequest*>(&request);
+  if (message != nullptr) return message->message.timeout_or(options_.timeout);
+  return static_cast<const OperationRequest&>(request).operation.timeout_or(options_.timeout);
 }
 
 // Throws if the request cannot end any more, because a rank is gone or has failed. A rank that has
@@ -283,7 +304,7 @@ void Group::fail(std::exception_ptr error) {
 }
 
 void Group::remember(std::exception_ptr error) {
-  pieces_.clear();
+  forget_requests();
   if (failure_) return;
   failure_ = error;
   Control& mine = peers_.self();

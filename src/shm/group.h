@@ -57,8 +57,7 @@ class Group final : public collective::Runner {
 
   // Moves all operations on, without doing more than this rank's share.
   bool poll(const Request& request) override;
-  void wait(const Request& request, std::chrono::milliseconds timeout) override;
-  void wait(const Request& request) override { wait(request, options_.timeout); }
+  bool wait_until(const Request& request, TimePoint until) override;
 
   // For one that waits elsewhere: throws if a rank has failed, or has died before it left.
   void check_peers(const Activity& activity);
@@ -70,8 +69,7 @@ class Group final : public collective::Runner {
   // Ends the group with `error`, which the others are told. Waiting threads throw it, too.
   void give_up(std::exception_ptr error) noexcept;
 
-  // Tells the others that this rank takes no further part; the destructor does, too.
-  void leave() noexcept;
+  void leave() noexcept override;  // the destructor does it, too
 
   // Memory that others reach: operations on it move no bytes but the result. Freed memory is kept
   // for the next allocation. Where there is no room, the group ends: the others count on this rank.
@@ -81,10 +79,11 @@ class Group final : public collective::Runner {
  private:
   bool progress(bool is_waiting) LOCKSTEP_REQUIRES(mutex_);
   bool is_done(const Request& request) LOCKSTEP_REQUIRES(mutex_);
-  void wait_locked(const Request& request, std::chrono::milliseconds timeout)
-      LOCKSTEP_REQUIRES(mutex_);
+  bool is_known_to_be_done(const Request& request) LOCKSTEP_REQUIRES(mutex_);
+  bool wait_locked(const Request& request, TimePoint until) LOCKSTEP_REQUIRES(mutex_);
 
   Activity activity_of(const Request& request) const;
+  std::chrono::milliseconds timeout_of(const Request& request) const;
   void check_peers_of(const Request& request) LOCKSTEP_REQUIRES(mutex_);
   struct PeerState {
     bool is_alive = true;
@@ -102,6 +101,7 @@ class Group final : public collective::Runner {
                 std::chrono::nanoseconds waited) const LOCKSTEP_REQUIRES(mutex_);
   [[noreturn]] void fail(std::exception_ptr error) LOCKSTEP_REQUIRES(mutex_);
   void remember(std::exception_ptr error) LOCKSTEP_REQUIRES(mutex_);
+  void forget_requests() LOCKSTEP_REQUIRES(mutex_);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
 
   // Constant after construction.

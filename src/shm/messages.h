@@ -38,6 +38,10 @@ class Messages {
 
   // Begins a message; progress() moves it on. Throws SystemError if there is no room for a ring.
   std::shared_ptr<PendingMessage> add(Message message);
+  void clear() {
+    outgoing_.clear();
+    expected_.clear();
+  }
   bool is_idle() const { return outgoing_.empty() && expected_.empty(); }
 
   // Returns whether anything moved. Throws MismatchError.

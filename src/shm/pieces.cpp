@@ -80,6 +80,7 @@ bool Pieces::is_done(PendingOperation& request) {
 void Pieces::clear() {
   waiting_.clear();
   active_.clear();
+  lent_.clear();
 }
 
 collective::Activity Pieces::oldest_activity() const {
@@ -94,6 +95,7 @@ bool Pieces::progress(bool is_waiting) {
     if (!piece.is_done && advance(piece, is_waiting)) has_moved = true;
   }
   if (!active_.empty() && active_.front().is_done) retire();
+  while (!lent_.empty() && lent_.front()->last_piece <= min_retired_) lent_.pop_front();
   return has_moved;
 }
 
@@ -308,6 +310,10 @@ void Pieces::finish(Piece& piece) const {
 void Pieces::retire() {
   while (!active_.empty() && active_.front().is_done) {
     num_retired_ = active_.front().number;
+    auto& request = active_.front().request;
+    if (request->must_be_retired && (lent_.empty() || lent_.back() != request)) {
+      lent_.push_back(std::move(request));
+    }
     active_.pop_front();
   }
   peers_.self().retired.store(num_retired_);

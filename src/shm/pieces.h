@@ -102,6 +102,7 @@ class Pieces {
 
   std::deque<std::shared_ptr<PendingOperation>> waiting_;  // with pieces that are not posted
   std::deque<Piece> active_;                               // posted and not retired, in order
+  std::deque<std::shared_ptr<PendingOperation>> lent_;     // retired here; others may read from it
   std::uint64_t num_posted_ = 0;
   std::uint64_t num_retired_ = 0;
   std::uint64_t min_retired_ = 0;  // a lower bound of all ranks'

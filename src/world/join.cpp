@@ -42,18 +42,30 @@ void check(const JoinOptions& options) {
   }
 }
 
-Placement placement_from(const JoinOptions& options, const Environment& environment) {
-  if (!options.rank) return read_placement(environment);
+// Where a launcher has put this process. A program that knows its place itself may have none.
+Placement launched_as(const JoinOptions& options, const Environment& environment) {
+  try {
+    return read_placement(environment);
+  } catch (const UsageError&) {
+    if (!options.rank) throw;
+    return {};
+  }
+}
+
+Placement placement_from(const JoinOptions& options, const Placement& launched) {
+  if (!options.rank) return launched;
+  const bool has_launcher = launched.launcher != Placement().launcher;
   Placement placement;
   placement.rank = *options.rank;
   placement.size = *options.size;
-  placement.launcher = "the program itself";
+  placement.launcher = has_launcher ? launched.launcher : "the program itself";
   return placement;
 }
 
-std::string master_address(const Placement& placement) {
-  if (const auto* tcp = std::get_if<TcpAddress>(&placement.store)) return tcp->host;
-  const auto* launcher = std::get_if<LauncherSocket>(&placement.store);
+// A host that all hosts reach, also those of a world that is a part of the launcher's.
+std::string master_address(const Placement& launched) {
+  if (const auto* tcp = std::get_if<TcpAddress>(&launched.store)) return tcp->host;
+  const auto* launcher = std::get_if<LauncherSocket>(&launched.store);
   return launcher == nullptr ? std::string() : launcher->master_address;
 }
 
@@ -95,7 +107,8 @@ World World::join(const JoinOptions& options) {
   check(options);
   const auto deadline = std::chrono::steady_clock::now() + options.join_timeout;
   const Environment environment = Environment::of_process();
-  const Placement placement = placement_from(options, environment);
+  const Placement launched = launched_as(options, environment);
+  const Placement placement = placement_from(options, launched);
   const Log log(placement.rank);  // before anybody is told of this rank: it may throw
   const std::string engine = options.engine == "auto"
                                  ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
@@ -117,9 +130,9 @@ World World::join(const JoinOptions& options) {
       c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/engine", open.store);
   context.connect_timeout = remaining(deadline);
   context.timeout = options.timeout;
-  context.master_address = master_address(placement);
+  context.master_address = master_address(launched);
   context.communicator = options.communicator;
-  context.launcher = placement.launcher;
+  context.launcher = rendezvous.launcher;
   Choice choice;
   try {
     choice = choose_engine(engine, context);

@@ -28,6 +28,7 @@ using Clock = std::chrono::steady_clock;
 struct Record {
   Member member;  // local_rank is -1 if the launcher does not say it
   int size = 0;
+  std::string launcher;
   std::string engine;
   std::string build;  // lockstep, LibTorch and the engines in this program
 };
@@ -43,6 +44,7 @@ Json to_json(const Record& record) {
           {"local_rank", member.local_rank},
           {"num_gpus", member.num_gpus},
           {"size", record.size},
+          {"launcher", record.launcher},
           {"engine", record.engine},
           {"build", record.build}};
 }
@@ -58,6 +60,7 @@ Record record_from(const Json& json) {
                    .local_rank = json.at("local_rank"),
                    .num_gpus = json.at("num_gpus")};
   record.size = json.at("size");
+  record.launcher = json.at("launcher");
   record.engine = json.at("engine");
   record.build = json.at("build");
   return record;
@@ -87,6 +90,7 @@ class Participant {
                     .local_rank = placement.local_rank.value_or(-1),
                     .num_gpus = std::max<int>(torch::cuda::device_count(), 0)};
     self_.size = placement.size;
+    self_.launcher = placement.launcher;
     self_.engine = engine;
     self_.build = this_build();
     generation_ = text::format("lockstep/{}", placement.generation);
@@ -97,7 +101,7 @@ class Participant {
     agree_on_size();
     store().set(key("member", rank()), to_json(self_).dump());
     if (rank() == 0) decide();
-    return {read_verdict(), prefix_};
+    return read_verdict();
   }
 
  private:
@@ -239,7 +243,7 @@ class Participant {
   }
 
   // What rank 0 has decided.
-  std::vector<Member> read_verdict() {
+  Rendezvous read_verdict() {
     const auto rank0_key = key("member", 0);
     const bool is_there = wait_for(key("members"), deadline_ + kVerdictGrace, [&] {
       for (const char* const one : {"failure", "complaint"}) {
@@ -258,12 +262,14 @@ class Participant {
       return false;
     });
     if (!is_there) fail(not_all_came());
-    std::vector<Member> members;
+    Rendezvous result{.members = {}, .launcher = self_.launcher, .key_prefix = prefix_};
     for (const Json& json : Json::parse(store().get_to_str(key("members")))) {
-      members.push_back(record_from(json).member);
+      const Record record = record_from(json);
+      result.members.push_back(record.member);
+      if (record.launcher != self_.launcher) result.launcher = "several launchers";
     }
-    number_locally(members);
-    return members;
+    number_locally(result.members);
+    return result;
   }
 
   // The launcher's numbers are kept for a host if they are 0 to n - 1, each once; else its ranks

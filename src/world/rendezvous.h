@@ -26,6 +26,7 @@ struct StoreLost : PeerLostError {
 
 struct Rendezvous {
   std::vector<Member> members;  // by rank
+  std::string launcher;         // what started all of them, or "several launchers"
   std::string key_prefix;       // of all keys of this world in the store
 };
 

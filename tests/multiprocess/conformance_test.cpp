@@ -265,6 +265,23 @@ void all_gather(const Bench& bench) {
   });
 }
 
+void all_gather_coalesced(const Bench& bench) {
+  Tensors inputs;
+  for (const std::int64_t length : kLengths) {
+    inputs.push_back(values(bench.rank, length, at::kFloat));
+  }
+  std::vector<Tensors> outputs(static_cast<std::size_t>(bench.size));
+  for (Tensors& of_rank : outputs) {
+    for (const at::Tensor& input : inputs) of_rank.push_back(at::zeros_like(input));
+  }
+  bench.engine.allgather_coalesced(outputs, inputs)->wait();
+  for (int peer = 0; peer < bench.size; ++peer) {
+    for (std::size_t i = 0; i < kLengths.size(); ++i) {
+      expect_same(outputs[peer][i], values(peer, kLengths[i], at::kFloat), std::to_string(i));
+    }
+  }
+}
+
 void gather(const Bench& bench) {
   for_each_type_and_length(bench, [&](ScalarType type, std::int64_t length) {
     for (int root = 0; root < bench.size; ++root) {
@@ -537,6 +554,7 @@ const std::vector<Check> kChecks = {
     {"reduce", reduce},
     {"broadcast", broadcast},
     {"all_gather", all_gather},
+    {"all_gather_coalesced", all_gather_coalesced},
     {"gather", gather},
     {"scatter", scatter},
     {"reduce_scatter", reduce_scatter},

@@ -51,6 +51,29 @@ TEST(Hosts, FindTheirNetworkByThemselves) {
       << results[0].output;
 }
 
+// A world that the program makes of some ranks, here without the first: the launcher's word on the
+// network counts for it, too.
+TEST(Hosts, FindTheirNetworkForAPartOfTheWorld) {
+  NEED_NETWORK();
+  const NetHosts hosts(3);
+  EXPECT_TRUE(test::all_passed(test::run_ranks(
+      3,
+      [](int rank) {
+        const World world = World::join({.timeout = seconds(30)});
+        if (rank != 0) {
+          const World part = World::join({.timeout = seconds(30),
+                                          .join_timeout = seconds(30),
+                                          .rank = rank - 1,
+                                          .size = 2,
+                                          .store = world.store()});
+          EXPECT_EQ(part.backend()->getBackendName(), "hierarchical:gloo");
+          EXPECT_EQ(part.all_reduce(at::full({1000}, rank))[999].item<int>(), 3);
+        }
+        world.barrier();
+      },
+      on_network(hosts, {1, 1, 1}))));
+}
+
 // A rank on the loopback cannot be reached from elsewhere.
 TEST(Hosts, RefuseALoopback) {
   NEED_NETWORK();

@@ -1,7 +1,9 @@
 #include "engine/hierarchical/hierarchy.h"
-#include "base/text.h"
+
+#include <utility>
 
 #include "base/posix.h"
+#include "base/text.h"
 
 namespace lockstep {
 namespace {
@@ -16,6 +18,9 @@ constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50);
 
 // When a connection breaks or a message is late, others often know more, and are about to tell it.
 constexpr auto kPatience = std::chrono::milliseconds(500);
+
+// A worker waits for a message until it comes, or the wire ends.
+constexpr std::chrono::milliseconds kUntilItComes = std::chrono::hours(24 * 300);
 
 constexpr int kMaxTag = Wire::kFirstOperationTag - 1;
 
@@ -38,16 +43,14 @@ Hierarchy::Hierarchy(const EngineContext& context, std::shared_ptr<shm::Group> l
       steps_(std::make_shared<HostSteps>(layout_, *local_, wire_)),
       thread_([this] { run(); }) {}
 
-Hierarchy::~Hierarchy() {
+Hierarchy::~Hierarchy() { leave(); }
+
+void Hierarchy::leave() noexcept {
   {
     const MutexLock lock(mutex_);
+    if (is_ending_) return;
     is_ending_ = true;
-    if (!queue_.empty()) {
-      interrupt(std::make_exception_ptr(
-          UsageError({.rank = rank(), .operation = "end"},
-                     "The world ended before all operations were done.\n"
-                     "Wait for what was started, on all ranks, before it ends.")));
-    }
+    if (!queue_.empty()) interrupt(collective::world_has_ended(rank()));
   }
   changed_.notify_all();
   thread_.join();
@@ -56,7 +59,10 @@ Hierarchy::~Hierarchy() {
   {
     const MutexLock lock(mutex_);
     has_failed = failure_ != nullptr;
+    if (!has_failed) failure_ = collective::world_has_ended(rank());
   }
+  changed_.notify_all();
+  wire_.interrupt();
   if (!has_failed) wire_.leave(std::nullopt);
   local_->leave();
 }
@@ -65,6 +71,7 @@ std::shared_ptr<Request> Hierarchy::start(collective::Operation operation) {
   collective::check(operation, rank(), size());
   auto task = std::make_shared<Task>();
   task->operation = std::move(operation);
+  task->operation.timeout = task->operation.timeout_or(timeout_);
   {
     const MutexLock lock(mutex_);
     throw_if_failed();
@@ -74,45 +81,67 @@ std::shared_ptr<Request> Hierarchy::start(collective::Operation operation) {
   return task;
 }
 
+// Requests come from start(), and are this runner's to change.
 bool Hierarchy::poll(const Request& request) {
+  if (auto* task = const_cast<MessageTask*>(dynamic_cast<const MessageTask*>(&request))) {
+    if (task->self) return wait_for_self(*task, Clock::now());
+    wait_by_worker(*task);
+  }
   const MutexLock lock(mutex_);
   if (request.is_done) return true;
   throw_if_failed();
   return false;
 }
 
-void Hierarchy::wait(const Request& request, std::chrono::milliseconds timeout) {
-  if (const auto* message = dynamic_cast<const MessageTask*>(&request)) {
-    return wait_for_message(const_cast<MessageTask&>(*message), timeout);
+bool Hierarchy::wait_until(const Request& request, TimePoint until) {
+  const auto start = Clock::now();
+  if (auto* task = const_cast<MessageTask*>(dynamic_cast<const MessageTask*>(&request))) {
+    if (task->self) return wait_for_self(*task, until);
+    if (until != kNoLimit) {
+      wait_by_worker(*task);
+    } else if (take_waiter(*task)) {
+      wait_for(*task, task->message.timeout_or(timeout_));
+    }
   }
   const MutexLock lock(mutex_);
-  const auto start = Clock::now();
   while (!request.is_done) {
     throw_if_failed();
-    if (changed_.wait_for(mutex_,
-                          std::min<std::chrono::milliseconds>(kPeerCheckInterval, timeout))) {
-      continue;
-    }
-    const bool is_late = timeout < timeout_ && Clock::now() - start >= timeout;
+    const bool has_changed =
+        changed_.wait_until(mutex_, std::min(until, Clock::now() + kPeerCheckInterval));
+    if (request.is_done) break;
+    if (Clock::now() >= until) return false;
+    if (has_changed) continue;
     const MutexUnlock unlock(mutex_);
-    check_peers(static_cast<const Task&>(request).operation.activity(), is_late);
+    check_wait(request, until == kNoLimit ? Clock::now() - start : Clock::duration::zero());
   }
+  return true;
 }
 
-// On the thread of a caller that waits: finds what the running thread cannot see while it waits
-// for one message.
-void Hierarchy::check_peers(const Activity& activity, bool is_late) {
+// On the thread of a caller that waits, and not for the first time.
+void Hierarchy::check_wait(const Request& request, Clock::duration waited) {
   try {
-    const auto waiting = wire_.waiting();
-    const auto elapsed = waiting ? Clock::now() - waiting->since : Clock::duration::zero();
-    if (elapsed >= kPatience) throw_what_others_know(activity);
-    // Whoever waits inside a host reports first: it knows better for whom.
-    if (is_late || elapsed >= timeout_ + kPatience) {
-      wire_.throw_late(waiting ? waiting->peer : -1, activity);
+    if (const auto* task = dynamic_cast<const MessageTask*>(&request)) {
+      const auto timeout = task->message.timeout_or(timeout_);
+      const char* name = task->message.name();
+      if (waited >= timeout) wire_.throw_late(task->parcel.peer, {name, name}, timeout);
+    } else {
+      check_peers(static_cast<const Task&>(request).operation.activity());
     }
   } catch (const Error&) {
     const MutexLock lock(mutex_);
     interrupt(std::current_exception());
+  }
+}
+
+// Finds what the running thread cannot see while it waits for one message.
+void Hierarchy::check_peers(const Activity& activity) {
+  const auto waiting = wire_.waiting();
+  if (!waiting) return;
+  const auto elapsed = Clock::now() - waiting->since;
+  if (elapsed >= kPatience) throw_what_others_know(activity);
+  // Whoever waits inside a host reports first: it knows better for whom.
+  if (elapsed >= waiting->timeout + kPatience) {
+    wire_.throw_late(waiting->peer, activity, waiting->timeout);
   }
 }
 
@@ -171,6 +200,7 @@ void Hierarchy::fail(std::exception_ptr error) {
       queue_.empty() ? Activity{"waiting", "waiting"} : queue_.front()->operation.activity();
   {
     const MutexUnlock unlock(mutex_);
+    wire_.interrupt();  // callers' messages end, too
     steps_->drop();
     steps_.reset();  // messages that the engine cannot take back keep it
     error = first_cause(std::move(error), activity);
@@ -231,29 +261,52 @@ std::shared_ptr<MessageRequest> Hierarchy::start(Message message) {
     return task;
   }
   const NoSigpipe no_sigpipe;
-  task->parcel =
-      message.is_send
-          ? wire_.send(message.peer, message.memory, message.bytes, message.tag, nullptr)
-          : wire_.receive(message.peer, message.memory, message.bytes, message.tag, nullptr);
+  try {
+    task->parcel = message.is_send ? wire_.send(message.peer, message.memory, message.bytes,
+                                                message.tag, message.owner)
+                                   : wire_.receive(message.peer, message.memory, message.bytes,
+                                                   message.tag, message.owner);
+  } catch (const WireInterrupted&) {
+    const MutexLock lock(mutex_);
+    while (!failure_) changed_.wait(mutex_);
+    throw_if_failed();
+  }
   return task;
 }
 
-void Hierarchy::wait_for_message(MessageTask& task, std::chrono::milliseconds timeout) {
-  if (task.is_done) return;
-  if (task.self) {
-    local_->wait(*task.self, timeout);
-  } else {
-    try {
-      task.message.peer =
-          wire_.wait_for_message(task.parcel, {task.message.name(), task.message.name()}, timeout);
-    } catch (...) {
-      const MutexLock lock(mutex_);
-      interrupt(std::current_exception());
-      while (!failure_) changed_.wait(mutex_);
-      throw_if_failed();
-    }
-  }
+bool Hierarchy::wait_for_self(MessageTask& task, TimePoint until) {
+  if (!local_->wait_until(*task.self, until)) return false;
+  const MutexLock lock(mutex_);
   task.is_done = true;
+  return true;
+}
+
+// Whether the caller is to wait for the message: only one thread may.
+bool Hierarchy::take_waiter(MessageTask& task) {
+  const MutexLock lock(mutex_);
+  return !std::exchange(task.has_waiter, true);
+}
+
+void Hierarchy::wait_by_worker(MessageTask& task) {
+  const MutexLock lock(mutex_);
+  if (task.has_waiter) return;
+  workers_.run([this, owner = task.shared_from_this()] { wait_for(*owner, kUntilItComes); });
+  task.has_waiter = true;
+}
+
+// Whatever goes wrong is the end: callers find it in failure_.
+void Hierarchy::wait_for(MessageTask& task, std::chrono::milliseconds timeout) {
+  try {
+    const int peer =
+        wire_.wait_for_message(task.parcel, {task.message.name(), task.message.name()}, timeout);
+    const MutexLock lock(mutex_);
+    task.message.peer = peer;
+    task.is_done = true;
+  } catch (...) {
+    const MutexLock lock(mutex_);
+    interrupt(std::current_exception());
+  }
+  changed_.notify_all();
 }
 
 }  // namespace lockstep

@@ -5,7 +5,9 @@
 // that is under way or comes later throws it. Before a caller hears of it, nothing touches the
 // operation's memory any more, and the other ranks have been told.
 // Threading: any thread may call. One thread runs the operations and sleeps while it waits; callers
-// that wait check for ranks that are gone, and interrupt it.
+// that wait check for ranks that are gone, and interrupt it. A message is waited for by the
+// caller's thread, or, if the caller only looks at it, by one of the workers: an engine's own
+// message may tell that it is done to whoever waits for it, and to nobody else.
 #pragma once
 
 #include <deque>
@@ -18,6 +20,7 @@
 #include "engine/hierarchical/layout.h"
 #include "engine/hierarchical/steps.h"
 #include "engine/hierarchical/wire.h"
+#include "engine/workers.h"
 
 namespace lockstep {
 
@@ -35,15 +38,16 @@ class Hierarchy final : public collective::Runner {
   std::shared_ptr<collective::Request> start(collective::Operation operation) override;
   std::shared_ptr<collective::MessageRequest> start(collective::Message message) override;
   bool poll(const collective::Request& request) override;
-  void wait(const collective::Request& request, std::chrono::milliseconds timeout) override;
-  void wait(const collective::Request& request) override { wait(request, timeout_); }
+  bool wait_until(const collective::Request& request, TimePoint until) override;
+  void leave() noexcept override;
 
  private:
   using Activity = collective::Activity;
   using Task = collective::OperationRequest;
-  struct MessageTask : collective::MessageRequest {
+  struct MessageTask : collective::MessageRequest, std::enable_shared_from_this<MessageTask> {
     Parcel parcel = {};                                // to or from another rank
     std::shared_ptr<collective::MessageRequest> self;  // to or from this one
+    bool has_waiter = false;                           // a thread waits for the parcel
   };
 
   void run() LOCKSTEP_EXCLUDES(mutex_);
@@ -53,11 +57,15 @@ class Hierarchy final : public collective::Runner {
       LOCKSTEP_EXCLUDES(mutex_);
   void throw_what_others_know(const Activity& activity);
   void interrupt(std::exception_ptr cause) LOCKSTEP_REQUIRES(mutex_);
-  void check_peers(const Activity& activity, bool is_late) LOCKSTEP_EXCLUDES(mutex_);
+  void check_wait(const collective::Request& request, std::chrono::steady_clock::duration waited)
+      LOCKSTEP_EXCLUDES(mutex_);
+  void check_peers(const Activity& activity);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
   void check(const collective::Message& message) const;
-  void wait_for_message(MessageTask& task, std::chrono::milliseconds timeout)
-      LOCKSTEP_EXCLUDES(mutex_);
+  bool take_waiter(MessageTask& task) LOCKSTEP_EXCLUDES(mutex_);
+  void wait_by_worker(MessageTask& task) LOCKSTEP_EXCLUDES(mutex_);
+  void wait_for(MessageTask& task, std::chrono::milliseconds timeout) LOCKSTEP_EXCLUDES(mutex_);
+  bool wait_for_self(MessageTask& task, TimePoint until) LOCKSTEP_EXCLUDES(mutex_);
 
   // Constant after construction.
   const std::chrono::milliseconds timeout_;
@@ -74,7 +82,8 @@ class Hierarchy final : public collective::Runner {
   bool is_ending_ LOCKSTEP_GUARDED_BY(mutex_) = false;
 
   std::shared_ptr<HostSteps> steps_;  // the thread's own
-  std::thread thread_;                // last: it uses all of these
+  std::thread thread_;                // the last two: they use all of these
+  Workers workers_;
 };
 
 }  // namespace lockstep

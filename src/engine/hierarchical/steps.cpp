@@ -39,7 +39,7 @@ void HostSteps::run(Operation operation, std::uint64_t number) {
   // have different tags, and find out by their headers.
   tag_ = Wire::kFirstOperationTag +
          static_cast<int>(hash_bytes(&header_, sizeof header_) % kNumTags) * 2;
-  wire_.begin_operation();
+  wire_.begin_operation(operation_.timeout);
   compare_here();
   if (layout_.is_leader() && !is_tiny()) leaders_.tell(header_, nullptr, 0);
   if (operation_.count != 0) run_steps();

@@ -36,7 +36,6 @@ at::Tensor tensor_of(const std::byte* memory, std::size_t bytes, Wire::Owner own
 Wire::Wire(Backend engine, const EngineContext& context, const std::vector<int>& partners)
     : rank_(context.rank),
       members_(context.members),
-      timeout_(context.timeout),
       partners_(partners),
       notices_(std::make_shared<std::vector<Notice>>(partners.size())),
       engine_(std::move(engine)) {
@@ -71,29 +70,33 @@ Parcel Wire::receive(int peer, std::byte* memory, std::size_t bytes, int tag, Ow
   }
 }
 
-void Wire::begin_operation() {
+void Wire::begin_operation(std::chrono::milliseconds timeout) {
   const MutexLock lock(mutex_);
   first_wait_.reset();
+  timeout_ = timeout;
 }
 
 void Wire::wait(Parcel& parcel, const Activity& activity) {
+  std::chrono::milliseconds timeout{0};
   {
     const MutexLock lock(mutex_);
     if (!first_wait_) first_wait_ = Clock::now();
-    waiting_ = {parcel.peer, *first_wait_};
+    timeout = timeout_;
+    waiting_ = {parcel.peer, *first_wait_, timeout};
   }
-  wait(parcel, timeout_ + kGrace, activity);
+  wait(parcel, timeout, kGrace, activity);
   const MutexLock lock(mutex_);
   waiting_.reset();
 }
 
 int Wire::wait_for_message(Parcel& parcel, const Activity& activity,
                            std::chrono::milliseconds timeout) {
-  wait(parcel, timeout, activity);
+  wait(parcel, timeout, {}, activity);
   return parcel.peer == collective::kAnyRank ? parcel.work->sourceRank() : parcel.peer;
 }
 
-void Wire::wait(Parcel& parcel, std::chrono::milliseconds timeout, const Activity& activity) {
+void Wire::wait(Parcel& parcel, std::chrono::milliseconds timeout, std::chrono::milliseconds grace,
+                const Activity& activity) {
   {
     const MutexLock lock(mutex_);
     if (is_interrupted_) throw WireInterrupted();
@@ -102,7 +105,7 @@ void Wire::wait(Parcel& parcel, std::chrono::milliseconds timeout, const Activit
   bool is_done = false;
   std::string problem;
   try {
-    is_done = parcel.work->wait(timeout);
+    is_done = parcel.work->wait(timeout + grace);
   } catch (const TimeoutError&) {  // lockstep's own engines'
     problem = kTimedOut;
   } catch (const Error& error) {
@@ -116,7 +119,7 @@ void Wire::wait(Parcel& parcel, std::chrono::milliseconds timeout, const Activit
     if (is_interrupted_) throw WireInterrupted();
   }
   if (!problem.empty()) {
-    if (problem.find(kTimedOut) != std::string::npos) throw_late(parcel.peer, activity);
+    if (problem.find(kTimedOut) != std::string::npos) throw_late(parcel.peer, activity, timeout);
     throw_lost(parcel.peer, activity, problem);
   }
   if (!is_done) throw WireInterrupted();
@@ -191,13 +194,13 @@ void Wire::throw_lost(int peer, const Activity& activity, const std::string& rea
                           member(peer).host));
 }
 
-void Wire::throw_late(int peer, const Activity& activity) const {
+void Wire::throw_late(int peer, const Activity& activity, std::chrono::milliseconds timeout) const {
   throw TimeoutError(
       {.rank = rank_, .peer = peer, .operation = activity.operation},
       text::format("{} waited {:.1f} s for {}.\nCheck what it is doing and whether its host can be "
                    "reached, make the same calls in the same order on all ranks, or raise "
                    "JoinOptions::timeout.",
-                   activity.text, std::chrono::duration<double>(timeout_).count(),
+                   activity.text, std::chrono::duration<double>(timeout).count(),
                    peer < 0 ? std::string("any rank") : describe(peer)));
 }
 

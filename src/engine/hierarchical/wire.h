@@ -53,7 +53,7 @@ class Wire {
   Parcel send(int peer, const std::byte* memory, std::size_t bytes, int tag, Owner owner);
   Parcel receive(int peer, std::byte* memory, std::size_t bytes, int tag, Owner owner);
   // The waits that follow are one operation's, and have one deadline.
-  void begin_operation();
+  void begin_operation(std::chrono::milliseconds timeout);
   // Throws ConnectionLost, TimeoutError, WireInterrupted; errors name the activity.
   void wait(Parcel& parcel, const Activity& activity);
 
@@ -63,10 +63,11 @@ class Wire {
   // Ends the waits that are under way, and all later ones.
   void interrupt() noexcept;
 
-  // Whom wait() is waiting for, and since when the operation has waited.
+  // Whom wait() is waiting for, since when the operation has waited, and how long it may.
   struct Waiting {
     int peer = -1;
     std::chrono::steady_clock::time_point since = {};
+    std::chrono::milliseconds timeout = {};
   };
   std::optional<Waiting> waiting() const;
 
@@ -76,7 +77,8 @@ class Wire {
   // The cause that a partner has told, if one has.
   std::optional<Cause> told() const;
 
-  [[noreturn]] void throw_late(int peer, const Activity& activity) const;
+  [[noreturn]] void throw_late(int peer, const Activity& activity,
+                               std::chrono::milliseconds timeout) const;
 
   // Tells all partners the cause; without one, that this rank has left regularly. Then closes.
   void leave(const std::optional<Cause>& cause) noexcept;
@@ -92,13 +94,13 @@ class Wire {
   const Member& member(int rank) const { return members_[static_cast<std::size_t>(rank)]; }
   static std::uint64_t check_of(const Notice& notice);
   static std::optional<Notice> read(const Notice& arriving);
-  void wait(Parcel& parcel, std::chrono::milliseconds timeout, const Activity& activity);
+  void wait(Parcel& parcel, std::chrono::milliseconds timeout, std::chrono::milliseconds grace,
+            const Activity& activity);
   [[noreturn]] void throw_lost(int peer, const Activity& activity, const std::string& reason) const;
 
   // Constant after construction.
   const int rank_;
   const std::vector<Member> members_;
-  const std::chrono::milliseconds timeout_;
   std::vector<int> partners_;
   std::shared_ptr<std::vector<Notice>> notices_;  // by partner; written when one arrives
 
@@ -111,6 +113,7 @@ class Wire {
   std::optional<Waiting> waiting_ LOCKSTEP_GUARDED_BY(mutex_);
   // Of the operation.
   std::optional<std::chrono::steady_clock::time_point> first_wait_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::chrono::milliseconds timeout_ LOCKSTEP_GUARDED_BY(mutex_){0};
   bool is_interrupted_ LOCKSTEP_GUARDED_BY(mutex_) = false;
 };
 

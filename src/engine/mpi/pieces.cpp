@@ -171,7 +171,7 @@ void MpiRunner::finish_transfers(const Operation& operation) {
       notices_.check_store(traffic_->missing(), number_, operation.activity());
       next_store = now + kLookIntoStore;
     }
-    if (now - start >= timeout_) time_out(operation);
+    if (now - start >= operation.timeout_or(timeout_)) time_out(operation);
     if (now - start >= kFirstWarning && !has_warned) {
       has_warned = true;
       Log(notices_.global_rank(rank_))
@@ -192,7 +192,7 @@ void MpiRunner::time_out(const Operation& operation) {
       text::format(
           "{} waited {:.1f} s for rank {}.\nCheck what it is doing, make the same calls in "
           "the same order on all ranks, or raise JoinOptions::timeout.",
-          operation.text(), std::chrono::duration<double>(timeout_).count(),
+          operation.text(), std::chrono::duration<double>(operation.timeout_or(timeout_)).count(),
           text::join(missing, ", ")));
 }
 

@@ -46,9 +46,11 @@ MpiRunner::MpiRunner(const EngineContext& context, std::unique_ptr<MpiTraffic> t
 }
 
 MpiRunner::~MpiRunner() {
-  stop(std::make_exception_ptr(std::logic_error("the engine has ended")));
+  leave();
   hook_.reset();
 }
+
+void MpiRunner::leave() noexcept { stop(collective::world_has_ended(notices_.global_rank(rank_))); }
 
 std::shared_ptr<collective::Request> MpiRunner::start(Operation operation) {
   collective::check(operation, notices_.global_rank(rank_), size_);
@@ -87,27 +89,21 @@ bool MpiRunner::poll(const collective::Request& request) {
 
 // The thread keeps the deadline of operations, and knows who is missing; that of a message begins
 // here.
-void MpiRunner::wait(const collective::Request& request) {
-  const bool is_message = dynamic_cast<const MpiMessage*>(&request) != nullptr;
-  wait_until(request, is_message ? Clock::now() + timeout_ : Clock::time_point::max());
-}
-
-void MpiRunner::wait(const collective::Request& request, std::chrono::milliseconds timeout) {
-  wait_until(request, Clock::now() + timeout);
-}
-
-void MpiRunner::wait_until(const collective::Request& request, Clock::time_point deadline) {
+bool MpiRunner::wait_until(const collective::Request& request, TimePoint until) {
   const auto start = Clock::now();
   const auto* message = dynamic_cast<const MpiMessage*>(&request);
+  const auto timeout = message != nullptr ? message->message.timeout_or(timeout_) : timeout_;
+  const auto deadline = message != nullptr && until == kNoLimit ? start + timeout : kNoLimit;
   const auto& abandonable = dynamic_cast<const Abandonable&>(request);
   const MutexLock lock(mutex_);
   while (true) {
-    const auto next_check = std::min(deadline, Clock::now() + kPeerPollInterval);
+    const auto next_check = std::min({until, deadline, Clock::now() + kPeerPollInterval});
     while (!request.is_done && !abandonable.is_abandoned && !failure_ &&
            done_.wait_until(mutex_, next_check)) {
     }
-    if (request.is_done) return;
+    if (request.is_done) return true;
     if (failure_) throw_failure();
+    if (Clock::now() >= until) return false;
     if (abandonable.is_abandoned) throw std::runtime_error("the wait for a message was ended");
     const Activity activity = message != nullptr
                                   ? activity_of(message->message)
@@ -123,7 +119,7 @@ void MpiRunner::wait_until(const collective::Request& request, Clock::time_point
             {.rank = notices_.global_rank(rank_), .peer = peer, .operation = activity.operation},
             text::format("{} waited {:.1f} s.\nCheck that the other ranks make the matching calls, "
                          "or raise JoinOptions::timeout.",
-                         activity.text, std::chrono::duration<double>(deadline - start).count()));
+                         activity.text, std::chrono::duration<double>(timeout).count()));
       }
     } catch (...) {
       fail(std::current_exception());
@@ -191,7 +187,7 @@ void MpiRunner::work() {
   } catch (...) {
     fail(std::current_exception());
   }
-  leave();
+  end();
 }
 
 std::exception_ptr MpiRunner::error_of(const MpiProblem& problem) const {
@@ -269,7 +265,7 @@ void MpiRunner::finish(const OperationPtr& request) {
 }
 
 // The thread's end.
-void MpiRunner::leave() {
+void MpiRunner::end() {
   const bool is_idle = traffic_->present == nullptr;
   const std::uint64_t num_done = is_idle ? number_ : number_ - 1;
   if (!traffic_->cancel()) {

@@ -36,8 +36,8 @@ class MpiRunner final : public collective::Runner {
   std::shared_ptr<collective::Request> start(collective::Operation operation) override;
   std::shared_ptr<collective::MessageRequest> start(collective::Message message) override;
   bool poll(const collective::Request& request) override;
-  void wait(const collective::Request& request, std::chrono::milliseconds timeout) override;
-  void wait(const collective::Request& request) override;
+  bool wait_until(const collective::Request& request, TimePoint until) override;
+  void leave() noexcept override;
   bool abandon(collective::Request& request) override;
 
  private:
@@ -47,7 +47,6 @@ class MpiRunner final : public collective::Runner {
   using Clock = std::chrono::steady_clock;
   struct Ended {};  // thrown in the thread when the engine ends under an operation
 
-  void wait_until(const collective::Request& request, Clock::time_point deadline);
   void check_peer(int peer, const Activity& activity, Clock::duration waited);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
   [[noreturn]] void throw_failure() LOCKSTEP_REQUIRES(mutex_);
@@ -64,7 +63,7 @@ class MpiRunner final : public collective::Runner {
   std::exception_ptr error_of(const MpiProblem& problem) const;
   void finish(const OperationPtr& request) LOCKSTEP_EXCLUDES(mutex_);
   void deliver_messages() LOCKSTEP_EXCLUDES(mutex_);
-  void leave() LOCKSTEP_EXCLUDES(mutex_);
+  void end() LOCKSTEP_EXCLUDES(mutex_);
 
   // One operation, in the thread (pieces.cpp).
   void run(const OperationPtr& request);

@@ -71,6 +71,13 @@ class Solo : public c10d::Backend {
                        const c10d::AllgatherOptions&) override {
     return copy("all_gather", c10d::OpType::_ALLGATHER_BASE, output, input);
   }
+  Work allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                           const c10d::AllgatherOptions&) override {
+    if (outputs.size() != 1) {  // they are by rank here
+      refuse("all_gather", text::format("{} lists were given for 1 rank", outputs.size()));
+    }
+    return copy_all("all_gather", c10d::OpType::ALLGATHER_COALESCED, outputs[0], inputs);
+  }
   Work allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                        const c10d::AllgatherOptions&) override {
     return copy_all("all_gather", c10d::OpType::COALESCED, outputs, inputs);
@@ -167,8 +174,10 @@ class Solo : public c10d::Backend {
                                      input.numel(), c10::toString(input.scalar_type())));
     }
     at::NoGradGuard no_grad;
-    const bool is_in_place = output.data_ptr() == input.data_ptr() &&
-                             output.sizes() == input.sizes() && output.strides() == input.strides();
+    const bool is_in_place =
+        output.data_ptr() == input.data_ptr() && output.sizes() == input.sizes() &&
+        output.strides() == input.strides() && output.is_conj() == input.is_conj() &&
+        output.is_neg() == input.is_neg();
     if (!is_in_place) output.copy_(input.reshape(output.sizes()));
     return done(type, {output});
   }

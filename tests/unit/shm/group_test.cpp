@@ -7,6 +7,8 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <ctime>
 #include <filesystem>
@@ -281,6 +283,59 @@ TEST(Group, DifferentCallsAreAnErrorOnAllRanks) {
   EXPECT_EQ(num_errors, 3);
 }
 
+// Even if the operation was the last owner of the memory.
+TEST(Group, MemoryIsNotHandedOutAgainWhileOthersReadIt) {
+  std::atomic<bool> may_read{false};
+  run_threads(2, [&](Group& group) {
+    constexpr std::size_t kCount = 100000;
+    Operation operation;
+    operation.kind = Kind::kBroadcast;
+    operation.type = DataType::kF32;
+    operation.count = kCount;
+    if (group.rank() == 1) {
+      std::vector<float> result(kCount);
+      operation.output.base = bytes_of(result.data());
+      const auto request = group.start(operation);
+      while (!may_read) std::this_thread::yield();
+      group.wait(*request);
+      EXPECT_EQ(std::ranges::count(result, 5.0F), static_cast<std::ptrdiff_t>(kCount));
+      return run(group, Operation{});
+    }
+    const auto allocate = [&](float value) {
+      auto* data = reinterpret_cast<float*>(group.allocate(kCount * 4));
+      std::fill_n(data, kCount, value);
+      return std::shared_ptr<float>(data, [&group](float* its) { group.release(bytes_of(its)); });
+    };
+    {
+      const auto memory = allocate(5);
+      operation.input.base = bytes_of(memory.get());
+      operation.owner = memory;
+      group.start(operation);
+    }
+    const auto barrier = group.start(Operation{});
+    operation = {};
+    for (int i = 0; i < 1000; ++i) EXPECT_FALSE(group.poll(*barrier));
+    const auto other = allocate(9);
+    may_read = true;
+    group.wait(*barrier);
+  });
+}
+
+TEST(Group, AWaitThatReachesItsLimitEndsNothing) {
+  run_threads(2, [](Group& group) {
+    static std::atomic<bool> may_come{false};
+    if (group.rank() == 0) {
+      const auto barrier = group.start(Operation{});
+      EXPECT_FALSE(group.wait_until(*barrier, std::chrono::steady_clock::now() + milliseconds(20)));
+      may_come = true;
+      group.wait(*barrier);
+    } else {
+      while (!may_come) std::this_thread::yield();
+      run(group, Operation{});
+    }
+  });
+}
+
 TEST(Group, ARankThatStaysAwayIsATimeoutThatNamesIt) {
   run_threads(3, [](Group& group) {
     if (group.rank() == 1) {
@@ -288,7 +343,9 @@ TEST(Group, ARankThatStaysAwayIsATimeoutThatNamesIt) {
       return;
     }
     try {
-      group.wait(*group.start(Operation{}), milliseconds(300));
+      Operation barrier;
+      barrier.timeout = milliseconds(300);
+      run(group, barrier);
       ADD_FAILURE();
     } catch (const TimeoutError& error) {
       EXPECT_NE(error.message().find("barrier waited 0.3 s for rank 1"), std::string::npos)
