@@ -2,6 +2,11 @@
 # Slurm itself, on this machine: srun starts ranks, and docs/launching.md's batch script is run as it stands there.
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 program=$build/examples/small_model
+if ! command -v slurmctld >/dev/null; then
+  [ -z "${CI:-}" ] || die "Slurm is not installed"
+  echo "not run: Slurm is not installed (slurmctld, slurmd, slurm-client, munge)"
+  exit 77
+fi
 
 # Daemons of the test's own, on the loopback and with a configuration of their own; they end with it.
 daemons=()
