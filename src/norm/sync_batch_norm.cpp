@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/purpose.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -265,7 +266,8 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
                      "There is no model: the pointer is empty.\nMake the model first.");
   }
   if (world.size() == 1) return;
-  const auto own = std::make_shared<World>(world.duplicate());
+  const PurposeScope purpose(Purpose::kSyncBatchNorm);
+  const auto own = std::make_shared<World>(world.duplicate("SyncBatchNorm"));
   const auto add = [&](const auto& item, const at::Tensor& weight, const at::Tensor& mean) {
     const std::string& name = item.key();
     const at::Tensor& key = weight.defined() ? weight : mean;

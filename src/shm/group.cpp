@@ -64,7 +64,11 @@ std::shared_ptr<collective::Request> Group::start(Operation operation) {
   collective::check(operation, peers_.my_global_rank(), size());
   const MutexLock lock(mutex_);
   throw_if_failed();
-  return pieces_.add(std::move(operation));
+  const std::uint64_t number =
+      options_.channel ? options_.channel->start(collective::name_of(operation.kind)) : 0;
+  auto request = pieces_.add(std::move(operation));
+  request->number = number;
+  return request;
 }
 
 std::shared_ptr<MessageRequest> Group::start(Message message) {
@@ -117,6 +121,8 @@ void Group::wait(const Request& request, std::chrono::milliseconds timeout) {
 
 void Group::wait_locked(const Request& request, std::chrono::milliseconds timeout) {
   const auto start = Clock::now();
+  BoardWait board_wait(timeout < options_.timeout ? nullptr : options_.channel.get(),
+                       request.number);
   auto last_check = start;
   auto spin_until = start + options_.spin;
   bool has_warned = false;
@@ -137,6 +143,7 @@ void Group::wait_locked(const Request& request, std::chrono::milliseconds timeou
     if (progress(true)) continue;
     if (is_done(request)) return;
     if (now - last_check >= kPeerCheckInterval) {
+      board_wait.look(now - start, [&] { return activity_of(request); });
       check_peers_of(request);
       last_check = now;
     }

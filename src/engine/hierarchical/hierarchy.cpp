@@ -34,6 +34,7 @@ Hierarchy::Hierarchy(const EngineContext& context, std::shared_ptr<shm::Group> l
     : timeout_(context.timeout),
       layout_(context.rank, context.members),
       local_(std::move(local)),
+      channel_(context.channel),
       wire_(std::move(engine), context, partners_of(layout_)),
       steps_(std::make_shared<HostSteps>(layout_, *local_, wire_)),
       thread_([this] { run(); }) {}
@@ -67,6 +68,7 @@ std::shared_ptr<Request> Hierarchy::start(collective::Operation operation) {
   {
     const MutexLock lock(mutex_);
     throw_if_failed();
+    if (channel_) task->number = channel_->start(collective::name_of(task->operation.kind));
     queue_.push_back(task);
   }
   changed_.notify_all();
@@ -84,6 +86,7 @@ void Hierarchy::wait(const Request& request, std::chrono::milliseconds timeout) 
   if (const auto* message = dynamic_cast<const MessageTask*>(&request)) {
     return wait_for_message(const_cast<MessageTask&>(*message), timeout);
   }
+  shm::BoardWait board_wait(timeout < timeout_ ? nullptr : channel_.get(), request.number);
   const MutexLock lock(mutex_);
   const auto start = Clock::now();
   while (!request.is_done) {
@@ -92,16 +95,19 @@ void Hierarchy::wait(const Request& request, std::chrono::milliseconds timeout) 
                           std::min<std::chrono::milliseconds>(kPeerCheckInterval, timeout))) {
       continue;
     }
-    const bool is_late = timeout < timeout_ && Clock::now() - start >= timeout;
+    const auto waited = Clock::now() - start;
     const MutexUnlock unlock(mutex_);
-    check_peers(static_cast<const Task&>(request).operation.activity(), is_late);
+    check_peers(static_cast<const Task&>(request).operation.activity(),
+                timeout < timeout_ && waited >= timeout, board_wait, waited);
   }
 }
 
 // On the thread of a caller that waits: finds what the running thread cannot see while it waits
 // for one message.
-void Hierarchy::check_peers(const Activity& activity, bool is_late) {
+void Hierarchy::check_peers(const Activity& activity, bool is_late, shm::BoardWait& board_wait,
+                            std::chrono::nanoseconds waited) {
   try {
+    board_wait.look(waited, [&] { return activity; });
     const auto waiting = wire_.waiting();
     const auto elapsed = waiting ? Clock::now() - waiting->since : Clock::duration::zero();
     if (elapsed >= kPatience) throw_what_others_know(activity);

@@ -18,6 +18,7 @@
 #include "engine/hierarchical/layout.h"
 #include "engine/hierarchical/steps.h"
 #include "engine/hierarchical/wire.h"
+#include "shm/board.h"
 
 namespace lockstep {
 
@@ -53,7 +54,8 @@ class Hierarchy final : public collective::Runner {
       LOCKSTEP_EXCLUDES(mutex_);
   void throw_what_others_know(const Activity& activity);
   void interrupt(std::exception_ptr cause) LOCKSTEP_REQUIRES(mutex_);
-  void check_peers(const Activity& activity, bool is_late) LOCKSTEP_EXCLUDES(mutex_);
+  void check_peers(const Activity& activity, bool is_late, shm::BoardWait& board_wait,
+                   std::chrono::nanoseconds waited) LOCKSTEP_EXCLUDES(mutex_);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
   void check(const collective::Message& message) const;
   void wait_for_message(MessageTask& task, std::chrono::milliseconds timeout)
@@ -63,6 +65,7 @@ class Hierarchy final : public collective::Runner {
   const std::chrono::milliseconds timeout_;
   const HostLayout layout_;
   const std::shared_ptr<shm::Group> local_;
+  const std::shared_ptr<shm::BoardChannel> channel_;  // may be none
   Wire wire_;
 
   Mutex mutex_;

@@ -34,6 +34,7 @@ MpiRunner::MpiRunner(const EngineContext& context, std::unique_ptr<MpiTraffic> t
       size_(context.size()),
       timeout_(context.timeout),
       largest_tag_(largest_tag()),
+      channel_(context.channel),
       notices_(context),
       traffic_(std::move(traffic)),
       thread_([this] { work(); }) {
@@ -56,6 +57,9 @@ std::shared_ptr<collective::Request> MpiRunner::start(Operation operation) {
   request->operation = std::move(operation);
   const MutexLock lock(mutex_);
   throw_if_failed();
+  if (channel_) {
+    request->number = channel_->start(collective::name_of(request->operation.kind));
+  }
   operations_.push_back(request);
   wake_.notify_one();
   return request;
@@ -100,6 +104,7 @@ void MpiRunner::wait_until(const collective::Request& request, Clock::time_point
   const auto start = Clock::now();
   const auto* message = dynamic_cast<const MpiMessage*>(&request);
   const auto& abandonable = dynamic_cast<const Abandonable&>(request);
+  shm::BoardWait board_wait(deadline - start < timeout_ ? nullptr : channel_.get(), request.number);
   const MutexLock lock(mutex_);
   while (true) {
     const auto next_check = std::min(deadline, Clock::now() + kPeerPollInterval);
@@ -117,6 +122,7 @@ void MpiRunner::wait_until(const collective::Request& request, Clock::time_point
     const int peer = message != nullptr ? notices_.global_rank(its_peer) : -1;
     const MutexUnlock unlock(mutex_);
     try {
+      board_wait.look(Clock::now() - start, [&] { return activity; });
       check_peer(its_peer, activity, Clock::now() - start);
       if (Clock::now() >= deadline) {
         throw TimeoutError(
