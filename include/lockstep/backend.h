@@ -26,7 +26,14 @@ struct Member {
   std::uint64_t start_time = 0;  // with pid: the process, even after the pid is used again
   int local_rank = 0;
   int num_gpus = 0;  // that it sees
+  // Its memory that says what it waits for (src/shm/board.h); -1 if there is none.
+  int page_fd = -1;
+  std::uint64_t page_address = 0;
 };
+
+namespace shm {
+class BoardChannel;
+}
 
 // What an engine is given to connect the ranks of a world.
 struct EngineContext {
@@ -38,6 +45,8 @@ struct EngineContext {
   std::string master_address;                   // a host that all hosts reach; empty if not needed
   std::shared_ptr<const void> communicator;     // of join_mpi (lockstep/mpi.h)
   std::string launcher;                         // what started the ranks, such as "OpenMPI"
+  // Where the engine says what its ranks wait for, so that mismatches across engines are found.
+  std::shared_ptr<shm::BoardChannel> channel;
 
   int size() const { return static_cast<int>(members.size()); }
   LOCKSTEP_API bool is_one_host() const;

@@ -60,8 +60,8 @@ class LOCKSTEP_API World {
   const c10::intrusive_ptr<c10d::Store>& store() const;
 
   // Another world of the same ranks with an engine of its own: what is called there does not mix
-  // with what is called here. Collective.
-  World duplicate() const;
+  // with what is called here. Collective. `label` is what errors call it, such as "the metrics".
+  World duplicate(const std::string& label = {}) const;
 
   // Returns when all ranks have called it.
   void barrier() const;
@@ -85,13 +85,26 @@ class LOCKSTEP_API World {
 
   // Runs f() on rank 0 only and returns its result on all ranks. If f throws, all ranks throw.
   // The result may be void, a tensor, a std::string, a trivially copyable value or a std::vector of
-  // such values. The others wait for f at most JoinOptions::timeout; f itself calls no collective.
+  // such values. The others wait for f at most JoinOptions::timeout; f itself calls no collective:
+  // that is a UsageError.
   template <typename F>
   auto on_rank0(F&& f) const -> std::decay_t<std::invoke_result_t<F>>;
 
  private:
   struct State;
   explicit World(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+
+  // While f of on_rank0 runs in this thread: its collectives are refused.
+  class LOCKSTEP_API OnRank0 {
+   public:
+    explicit OnRank0(const World& world);
+    ~OnRank0();
+    OnRank0(const OnRank0&) = delete;
+    OnRank0& operator=(const OnRank0&) = delete;
+
+   private:
+    const void* const before_;
+  };
 
   // Brings rank 0's answer to all ranks. On rank 0 `answer` is used; `failure` is what f threw.
   std::string share_from_rank0(std::string answer, std::exception_ptr failure) const;
@@ -159,6 +172,7 @@ auto World::on_rank0(F&& f) const -> std::decay_t<std::invoke_result_t<F>> {
   std::exception_ptr failure;
   if (rank() == 0) {
     try {
+      const OnRank0 here(*this);
       if constexpr (std::is_void_v<Result>) {
         std::forward<F>(f)();
       } else {

@@ -8,6 +8,7 @@
 
 #include "base/cause.h"
 #include "base/log.h"
+#include "base/purpose.h"
 #include "base/text.h"
 #include "checkpoint/tensors.h"
 #include "world/exchange.h"
@@ -42,6 +43,7 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
                      text::format("keep_last is {}, keep_every is {}.\nGive 0 or more.",
                                   options.keep_last, options.keep_every));
   }
+  const PurposeScope purpose(Purpose::kCheckpointer);
   const ErrorPlace place{.rank = world.rank(), .operation = "Checkpointer"};
   // Ranks that see each other's probes see the same folder.
   Json mine = {{"probe", ""}};

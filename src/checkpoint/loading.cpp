@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "base/log.h"
+#include "base/purpose.h"
 #include "base/text.h"
 #include "checkpoint/checkpointer.h"
 #include "checkpoint/own_tensors.h"
@@ -195,6 +196,7 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
 }
 
 Loaded Checkpointer::load_latest(const LoadOptions& options) {
+  const PurposeScope purpose(Purpose::kLoad);
   impl_->wait();
   const World& world = impl_->world;
   Json mine = {{"number", -1}, {"text", ""}, {"skipped", Json::array()}, {"failure", ""}};
@@ -243,6 +245,7 @@ Loaded Checkpointer::load_latest(const LoadOptions& options) {
 }
 
 Loaded Checkpointer::load(const std::string& path, const LoadOptions& options) {
+  const PurposeScope purpose(Purpose::kLoad);
   impl_->wait();
   const World& world = impl_->world;
   std::error_code ignored;

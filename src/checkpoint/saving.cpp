@@ -8,6 +8,7 @@
 
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/purpose.h"
 #include "base/text.h"
 #include "checkpoint/checkpointer.h"
 #include "checkpoint/own_tensors.h"
@@ -264,11 +265,15 @@ void Checkpointer::Impl::wait() {
 }
 
 void Checkpointer::save(std::int64_t step) {
+  const PurposeScope purpose(Purpose::kSave);
   impl_->write(impl_->begin(step),
                [&](const std::string& mine) { return exchange_texts(impl_->world, mine); });
 }
 
-void Checkpointer::save_async(std::int64_t step) { impl_->start_writer(impl_->begin(step)); }
+void Checkpointer::save_async(std::int64_t step) {
+  const PurposeScope purpose(Purpose::kSave);
+  impl_->start_writer(impl_->begin(step));
+}
 
 void Checkpointer::wait() { impl_->wait(); }
 

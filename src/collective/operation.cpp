@@ -18,13 +18,16 @@ const char* name_of(Kind kind) {
 
 Activity Signature::activity() const {
   Activity result{name_of(kind), name_of(kind)};
-  if (kind == Kind::kBarrier) return result;
-  result.text += text::format(" of {}[{}], {} bytes", name_of(type), count, count * size_of(type));
-  if (reduction != Reduction::kNone && reduction != Reduction::kSum) {
-    result.text += text::format(", {}", name_of(reduction));
+  if (kind != Kind::kBarrier) {
+    result.text +=
+        text::format(" of {}[{}], {} bytes", name_of(type), count, count * size_of(type));
+    if (reduction != Reduction::kNone && reduction != Reduction::kSum) {
+      result.text += text::format(", {}", name_of(reduction));
+    }
+    if (root != 0) result.text += text::format(", root {}", root);
   }
-  if (root != 0) result.text += text::format(", root {}", root);
-  return result;
+  if (purpose == Purpose::kNone) return result;
+  return {name_of(purpose), text::format("{} ({})", name_of(purpose), result.text)};
 }
 
 Activity Message::activity(int peer_rank) const {
@@ -52,7 +55,7 @@ void throw_mismatch(int rank, std::uint64_t number, int first, const Signature& 
   throw MismatchError(
       {.rank = rank,
        .peer = rank == other ? first : other,
-       .operation = name_of(rank == other ? of_other.kind : of_first.kind)},
+       .operation = (rank == other ? of_other : of_first).activity().operation},
       text::format("Operation {} is {} on rank {}, but {} on rank {}.\nMake the same calls in the "
                    "same order, with the same sizes and types, on all ranks.",
                    number, of_first.activity().text, first, of_other.activity().text, other));

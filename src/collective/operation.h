@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/purpose.h"
 #include "collective/types.h"
 
 namespace lockstep::collective {
@@ -59,7 +60,7 @@ struct Signature {
   Kind kind = Kind::kBarrier;
   DataType type = DataType::kBytes;
   Reduction reduction = Reduction::kNone;
-  std::uint8_t unused = 0;
+  Purpose purpose = Purpose::kNone;
 
   bool operator==(const Signature&) const = default;
   Activity activity() const;
@@ -75,6 +76,7 @@ struct Operation {
   int root = 0;
   double factor = 1;      // of Reduction::kScaledSum
   std::size_t count = 0;  // elements of one part, the same on all ranks
+  Purpose purpose = current_purpose();
   Parts input = {};
   Parts output = {};
   const Operation* part_of = nullptr;      // the operation that this one is a step of
@@ -82,7 +84,12 @@ struct Operation {
   std::chrono::milliseconds timeout{0};    // of waits for other ranks; 0: the runner's
 
   Signature signature() const {
-    return {.count = count, .root = root, .kind = kind, .type = type, .reduction = reduction};
+    return {.count = count,
+            .root = root,
+            .kind = kind,
+            .type = type,
+            .reduction = reduction,
+            .purpose = purpose};
   }
   // What a caller asked for.
   Activity activity() const {

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -33,7 +34,8 @@ struct Message {
 
 struct Request {
   virtual ~Request() = default;
-  bool is_done = false;  // guarded by the runner's lock
+  bool is_done = false;      // guarded by the runner's lock
+  std::uint64_t number = 0;  // of an operation on the board (shm/board.h); 0: it is not there
 };
 
 struct OperationRequest : Request {

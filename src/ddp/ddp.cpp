@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "base/purpose.h"
 #include "base/text.h"
 #include "ddp/reducer.h"
 
@@ -90,6 +91,15 @@ ModelView view_of(const ModelView& all, const std::vector<std::string>& ignored)
           .buffers = [all, ignored] { return without(all.buffers(), ignored); }};
 }
 
+std::unique_ptr<Reducer, ReducerDeleter> make_reducer(const ModelView& all,
+                                                      std::vector<std::string> sparse,
+                                                      const World& world,
+                                                      const DdpOptions& options) {
+  const PurposeScope purpose(Purpose::kWrap);
+  return std::unique_ptr<Reducer, ReducerDeleter>(
+      new Reducer(view_of(all, options.ignored), std::move(sparse), world, options));
+}
+
 }  // namespace
 
 void ReducerDeleter::operator()(Reducer* reducer) const { delete reducer; }
@@ -104,8 +114,7 @@ DistributedDataParallel::DistributedDataParallel(std::shared_ptr<torch::nn::Modu
                          .buffers = [model] { return each_once(model->named_buffers()); }};
   check_ignored(all, world, options);
   make_ = [all, model, world, options] {
-    return std::unique_ptr<Reducer, ReducerDeleter>(new Reducer(
-        view_of(all, options.ignored), sparse_names(*model, options.sparse), world, options));
+    return make_reducer(all, sparse_names(*model, options.sparse), world, options);
   };
   reducer_ = make_();
 }
@@ -122,10 +131,7 @@ DistributedDataParallel::DistributedDataParallel(std::vector<NamedTensor> parame
   const ModelView all = {.parameters = [tensors = each_once(parameters)] { return tensors; },
                          .buffers = [tensors = each_once(buffers)] { return tensors; }};
   check_ignored(all, world, options);
-  make_ = [all, world, options] {
-    return std::unique_ptr<Reducer, ReducerDeleter>(
-        new Reducer(view_of(all, options.ignored), options.sparse, world, options));
-  };
+  make_ = [all, world, options] { return make_reducer(all, options.sparse, world, options); };
   reducer_ = make_();
 }
 

@@ -44,6 +44,15 @@ std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters
   return lines;
 }
 
+// What errors call the model that is averaged.
+std::string label_of(const ModelView& model, int number, const std::string& name) {
+  if (!name.empty()) return "the model " + name;
+  const std::vector<NamedTensor> parameters = model.parameters();
+  if (parameters.empty()) return text::format("wrapped model {}", number);
+  return text::format("wrapped model {} ({} and {} more)", number, parameters.front().name,
+                      parameters.size() - 1);
+}
+
 // Whether memory can be copied byte by byte from one to the other.
 bool has_same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.is_cpu() && b.is_cpu() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
@@ -55,7 +64,7 @@ bool has_same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options)
     : number_(next_number++),
-      world_(world.size() == 1 ? world : world.duplicate()),
+      world_(world.size() == 1 ? world : world.duplicate(label_of(model, number_, options.name))),
       options_(std::move(options)),
       hook_comm_(world_),
       watch_(std::move(model)),

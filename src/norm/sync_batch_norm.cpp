@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/purpose.h"
 #include "base/text.h"
 #include "norm/layer.h"
 
@@ -265,7 +266,8 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
                      "There is no model: the pointer is empty.\nMake the model first.");
   }
   if (world.size() == 1) return;
-  const auto own = std::make_shared<World>(world.duplicate());
+  const PurposeScope purpose(Purpose::kSyncBatchNorm);
+  const auto own = std::make_shared<World>(world.duplicate("SyncBatchNorm"));
   const auto names = std::make_shared<std::vector<std::string>>();
   const auto add = [&](const auto& item, const auto& norm) {
     const std::string& name = item.key();

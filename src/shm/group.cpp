@@ -79,7 +79,11 @@ std::shared_ptr<collective::Request> Group::start(Operation operation) {
   collective::check(operation, peers_.my_global_rank(), size());
   const MutexLock lock(mutex_);
   throw_if_failed();
-  return pieces_.add(std::move(operation));
+  const std::uint64_t number =
+      options_.channel ? options_.channel->start(collective::name_of(operation.kind)) : 0;
+  auto request = pieces_.add(std::move(operation));
+  request->number = number;
+  return request;
 }
 
 std::shared_ptr<MessageRequest> Group::start(Message message) {
@@ -137,6 +141,7 @@ bool Group::wait_until(const Request& request, TimePoint until) {
 
 bool Group::wait_locked(const Request& request, TimePoint until) {
   const auto start = Clock::now();
+  BoardWait board_wait(until == kNoLimit ? options_.channel.get() : nullptr, request.number);
   auto last_check = start;
   auto spin_until = start + options_.spin;
   bool has_warned = false;
@@ -158,6 +163,7 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     if (progress(true)) continue;
     if (is_done(request)) return true;
     if (now - last_check >= kPeerCheckInterval) {
+      board_wait.look(now - start, [&] { return activity_of(request); });
       check_peers_of(request);
       last_check = now;
     }

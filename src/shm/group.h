@@ -17,6 +17,7 @@
 #include "base/mutex.h"
 #include "collective/runner.h"
 #include "shm/areas.h"
+#include "shm/board.h"
 #include "shm/messages.h"
 #include "shm/peers.h"
 #include "shm/pieces.h"
@@ -35,6 +36,7 @@ struct GroupOptions {
   std::string system_root = {};        // as in SegmentOptions
   // With other hosts: what errors call a rank of any, by its global rank.
   std::function<std::string(int global_rank)> describe = {};
+  std::shared_ptr<BoardChannel> channel = {};  // if other ranks are to see what this one waits for
 };
 
 // Gives every rank the texts of all ranks, in the order of ranks. Used while a group is made.

@@ -9,7 +9,9 @@
 #include <functional>
 
 #include "base/cause.h"
+#include "base/purpose.h"
 #include "base/text.h"
+#include "shm/board.h"
 #include "world/exchange.h"
 #include "world/state.h"
 #include "world/translate.h"
@@ -125,8 +127,16 @@ at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) c
   return output.view(tensor.sizes().slice(1));
 }
 
+World::OnRank0::OnRank0(const World& world)
+    : before_(shm::set_on_rank0(
+          world.state_->context.channel ? world.state_->context.channel->board().get() : nullptr)) {
+}
+
+World::OnRank0::~OnRank0() { shm::set_on_rank0(static_cast<const shm::Board*>(before_)); }
+
 // Rank 0's answer, or its failure as a Cause, behind one character that says which.
 std::string World::share_from_rank0(std::string answer, std::exception_ptr failure) const {
+  const PurposeScope purpose(Purpose::kOnRank0);
   constexpr char kAnswer = 'a';
   constexpr char kFailure = 'f';
   std::string sent;

@@ -9,9 +9,11 @@
 
 #include "base/env.h"
 #include "base/log.h"
+#include "base/purpose.h"
 #include "base/text.h"
 #include "engine/engines.h"
 #include "engine/hosts.h"
+#include "shm/board.h"
 #include "world/environment.h"
 #include "world/rendezvous.h"
 #include "world/state.h"
@@ -78,13 +80,13 @@ std::chrono::milliseconds remaining(std::chrono::steady_clock::time_point deadli
 // A rank that joins again can reach rank 0's store of the world before, in the moment when that
 // ends; then it tries once more, as long as there is time.
 Rendezvous open_and_rendezvous(const JoinOptions& options, const Placement& placement,
-                               const std::string& engine,
+                               const std::string& engine, const shm::SegmentName& page,
                                std::chrono::steady_clock::time_point deadline, OpenStore& open) {
   while (true) {
     open = options.store ? OpenStore{options.store, "the program's own store", [] {}}
                          : open_store(placement, remaining(deadline));
     try {
-      return hold_rendezvous(open, placement, engine, remaining(deadline));
+      return hold_rendezvous(open, placement, engine, page, remaining(deadline));
     } catch (const StoreLost&) {
       const bool may_retry = std::holds_alternative<TcpAddress>(placement.store) &&
                              placement.rank != 0 && std::chrono::steady_clock::now() < deadline;
@@ -92,6 +94,39 @@ Rendezvous open_and_rendezvous(const JoinOptions& options, const Placement& plac
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
   }
+}
+
+// On a connection of its own, made when it is first used: nobody else's question is in the way.
+shm::CourierStore courier_store(const c10::intrusive_ptr<c10d::Store>& store) {
+  const auto own = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
+  const auto open = [store, own]() -> c10d::Store& {
+    if (!*own) *own = store->clone();
+    return **own;
+  };
+  return {
+      .set = [open](const std::string& key, const std::string& value) { open().set(key, value); },
+      .get =
+          [open](const std::string& key) {
+            return open().check({key}) ? open().get_to_str(key) : std::string();
+          },
+      .add = [open](const std::string& key, std::int64_t value) { return open().add(key, value); }};
+}
+
+// Of the board that all engines of this world share.
+std::shared_ptr<shm::BoardChannel> make_channel(shm::Segment page, const EngineContext& context,
+                                                const c10::intrusive_ptr<c10d::Store>& store) {
+  shm::BoardOptions options{.rank = context.rank, .store = courier_store(store)};
+  const Member& self = context.members[static_cast<std::size_t>(context.rank)];
+  for (const Member& member : context.members) {
+    auto& its_page = options.pages.emplace_back();
+    if (!are_on_one_host(member, self)) continue;
+    its_page = shm::SegmentName{.owner = {.pid = member.pid, .start_time = member.start_time},
+                                .fd = member.page_fd,
+                                .bytes = page.size(),
+                                .address = member.page_address};
+  }
+  return std::make_shared<shm::BoardChannel>(
+      std::make_shared<shm::Board>(std::move(page), std::move(options)), "world", "the world");
 }
 
 void announce(const Log& log, const EngineContext& context, const Choice& choice) {
@@ -114,7 +149,10 @@ World World::join(const JoinOptions& options) {
                                  ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
                                  : options.engine;
   OpenStore open;
-  const Rendezvous rendezvous = open_and_rendezvous(options, placement, engine, deadline, open);
+  std::optional<shm::Segment> page;
+  if (placement.size > 1) page.emplace(shm::Board::make_page());
+  const Rendezvous rendezvous = open_and_rendezvous(
+      options, placement, engine, page ? page->name() : shm::SegmentName(), deadline, open);
 
   auto state = std::make_shared<State>();
   state->rank = placement.rank;
@@ -133,6 +171,11 @@ World World::join(const JoinOptions& options) {
   context.master_address = master_address(launched);
   context.communicator = options.communicator;
   context.launcher = rendezvous.launcher;
+  if (page) {
+    context.channel = make_channel(
+        std::move(*page), context,
+        c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/board", open.store));
+  }
   Choice choice;
   try {
     choice = choose_engine(engine, context);
@@ -148,16 +191,25 @@ World World::join(const JoinOptions& options) {
   return World(std::move(state));
 }
 
-World World::duplicate() const {
+World World::duplicate(const std::string& label) const {
+  // A rank that makes another call meets this one here, not in the store.
+  const PurposeScope purpose(Purpose::kDuplicate);
+  barrier();
   auto state = std::make_shared<State>();
   state->rank = state_->rank;
   state->local_size = state_->local_size;
   state->members = state_->members;
   // All ranks duplicate in the same order, so the number is the same on all.
-  const std::string prefix = text::format("duplicate{}", state_->num_duplicates++);
+  const int number = state_->num_duplicates++;
+  const std::string prefix = text::format("duplicate{}", number);
   state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
   state->context = state_->context;
   state->context.store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->context.store);
+  if (const auto& channel = state_->context.channel) {
+    state->context.channel = std::make_shared<shm::BoardChannel>(
+        channel->board(), text::format("{}/{}", channel->name(), number),
+        label.empty() ? text::format("duplicate {} of {}", number, channel->label()) : label);
+  }
   const std::string engine = state_->backend->getBackendName();
   try {
     state->backend = make_engine(engine, state->context);

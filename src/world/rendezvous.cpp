@@ -43,6 +43,8 @@ Json to_json(const Record& record) {
           {"start", member.start_time},
           {"local_rank", member.local_rank},
           {"num_gpus", member.num_gpus},
+          {"page_fd", member.page_fd},
+          {"page_address", member.page_address},
           {"size", record.size},
           {"launcher", record.launcher},
           {"engine", record.engine},
@@ -58,7 +60,9 @@ Record record_from(const Json& json) {
                    .pid = json.at("pid"),
                    .start_time = json.at("start"),
                    .local_rank = json.at("local_rank"),
-                   .num_gpus = json.at("num_gpus")};
+                   .num_gpus = json.at("num_gpus"),
+                   .page_fd = json.at("page_fd"),
+                   .page_address = json.at("page_address")};
   record.size = json.at("size");
   record.launcher = json.at("launcher");
   record.engine = json.at("engine");
@@ -78,7 +82,7 @@ std::string this_build() {
 class Participant {
  public:
   Participant(const OpenStore& open, const Placement& placement, const std::string& engine,
-              std::chrono::milliseconds timeout)
+              const shm::SegmentName& page, std::chrono::milliseconds timeout)
       : open_(open), timeout_(timeout), deadline_(Clock::now() + timeout) {
     const ProcessId process = this_process();
     self_.member = {.rank = placement.rank,
@@ -88,7 +92,9 @@ class Participant {
                     .pid = process.pid,
                     .start_time = process.start_time,
                     .local_rank = placement.local_rank.value_or(-1),
-                    .num_gpus = std::max<int>(torch::cuda::device_count(), 0)};
+                    .num_gpus = std::max<int>(torch::cuda::device_count(), 0),
+                    .page_fd = page.fd,
+                    .page_address = page.address};
     self_.size = placement.size;
     self_.launcher = placement.launcher;
     self_.engine = engine;
@@ -304,8 +310,9 @@ class Participant {
 }  // namespace
 
 Rendezvous hold_rendezvous(const OpenStore& open, const Placement& placement,
-                           const std::string& engine, std::chrono::milliseconds timeout) {
-  Participant participant(open, placement, engine, timeout);
+                           const std::string& engine, const shm::SegmentName& page,
+                           std::chrono::milliseconds timeout) {
+  Participant participant(open, placement, engine, page, timeout);
   try {
     return participant.run();
   } catch (const Error&) {

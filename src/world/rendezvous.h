@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "shm/segment.h"
 #include "world/environment.h"
 #include "world/store.h"
 
@@ -30,11 +31,13 @@ struct Rendezvous {
   std::string key_prefix;       // of all keys of this world in the store
 };
 
-// `engine`: what this rank wants; ranks must want the same and have it.
+// `engine`: what this rank wants; ranks must want the same and have it. `page`: its page of the
+// board (shm/board.h).
 // Throws: MismatchError (two processes with one rank, sizes, engines or versions that differ),
 // TimeoutError (names the ranks that did not come), PeerLostError (a rank died while joining).
 // Throws StoreLost if the store itself failed.
 Rendezvous hold_rendezvous(const OpenStore& open, const Placement& placement,
-                           const std::string& engine, std::chrono::milliseconds timeout);
+                           const std::string& engine, const shm::SegmentName& page,
+                           std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

@@ -75,6 +75,30 @@ TEST(OldCheckpoint, Of01GoesOnExactly) {
   EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
 }
 
+// Whatever the other rank calls instead, of the world or of a wrapped model.
+TEST(Checkpoint, SaveOnOneRankIsNamed) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    for (const bool is_backward : {true, false}) {
+      const World world = World::join();
+      Training training(world);
+      Checkpointer checkpoints(folder.path(), world);
+      training.add_to(checkpoints);
+      const auto call = [&] {
+        if (rank == 0) return checkpoints.save(0);
+        if (!is_backward) return static_cast<void>(world.sum(1));
+        training.ddp->accumulate(1);
+        training.model->forward(torch::randn({4, 4})).sum().backward();
+      };
+      expect_error<MismatchError>(
+          call,
+          {"save (all_gather of ", is_backward ? "all_reduce of f32[" : "all_reduce of f64[1]"});
+      std::this_thread::sleep_for(std::chrono::seconds(2));  // until all have seen it
+    }
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
 // All or nothing: the data set is too small for the sampler's state, and the weights stay.
 TEST(Checkpoint, WhatDoesNotFitChangesNothing) {
   const TempFolder folder(kFolder);

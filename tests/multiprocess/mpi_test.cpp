@@ -369,6 +369,24 @@ TEST(MpiEngine, DifferentCallsThrowOnAllRanksAndShowBothSides) {
   EXPECT_TRUE(all_passed(run_ranks(3, body, mpirun(3))));
 }
 
+// Of different worlds, which do not see each other's messages.
+TEST(MpiEngine, RanksThatWaitInDifferentWorldsAreTold) {
+  const auto body = [](int) {
+    const int rank = start_mpi();
+    {
+      const World world = join_mpi(MPI_COMM_WORLD, {.timeout = seconds(60)});
+      const World metrics = world.duplicate("the metrics");
+      const auto error = expect_error<MismatchError>([&] { (rank == 1 ? metrics : world).sum(1); });
+      EXPECT_NE(error.message().find("ranks 0, 2 in all_reduce of f64[1], 8 bytes, of the world; "
+                                     "rank 1 in all_reduce of f64[1], 8 bytes, of the metrics"),
+                std::string::npos);
+      std::this_thread::sleep_for(seconds(2));  // until all have seen it
+    }
+    MPI_Finalize();
+  };
+  EXPECT_TRUE(all_passed(run_ranks(3, body, mpirun(3))));
+}
+
 TEST(MpiEngine, WhoIsSentTheWrongSizeTellsTheOthers) {
   const auto body = [](int) {
     const int rank = start_mpi();

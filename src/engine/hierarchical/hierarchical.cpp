@@ -14,6 +14,7 @@ namespace {
 
 EngineContext part_of_host(const EngineContext& context, const HostLayout& layout) {
   EngineContext part = context;
+  part.channel.reset();  // the whole engine is on the board, not its parts
   part.rank = layout.my_index;
   part.members.clear();
   for (const int rank : layout.here()) {
@@ -29,6 +30,7 @@ EngineContext part_of_host(const EngineContext& context, const HostLayout& layou
 Backend make_hierarchical(const EngineContext& context, const std::string& between) {
   const HostLayout layout(context.rank, context.members);
   EngineContext across = context;
+  across.channel.reset();
   across.store = c10::make_intrusive<c10d::PrefixStore>("between", context.store);
   const auto local =
       connect_by_memory(part_of_host(context, layout), [members = context.members](int rank) {

@@ -39,6 +39,7 @@ Hierarchy::Hierarchy(const EngineContext& context, std::shared_ptr<shm::Group> l
     : timeout_(context.timeout),
       layout_(context.rank, context.members),
       local_(std::move(local)),
+      channel_(context.channel),
       wire_(std::move(engine), context, partners_of(layout_)),
       steps_(std::make_shared<HostSteps>(layout_, *local_, wire_)),
       thread_([this] { run(); }) {}
@@ -75,6 +76,7 @@ std::shared_ptr<Request> Hierarchy::start(collective::Operation operation) {
   {
     const MutexLock lock(mutex_);
     throw_if_failed();
+    if (channel_) task->number = channel_->start(collective::name_of(task->operation.kind));
     queue_.push_back(task);
   }
   changed_.notify_all();
@@ -103,6 +105,7 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
       wait_for(*task, task->message.timeout_or(timeout_));
     }
   }
+  shm::BoardWait board_wait(until == kNoLimit ? channel_.get() : nullptr, request.number);
   const MutexLock lock(mutex_);
   while (!request.is_done) {
     throw_if_failed();
@@ -112,20 +115,24 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
     if (Clock::now() >= until) return false;
     if (has_changed) continue;
     const MutexUnlock unlock(mutex_);
-    check_wait(request, until == kNoLimit ? Clock::now() - start : Clock::duration::zero());
+    check_wait(request, until == kNoLimit ? Clock::now() - start : Clock::duration::zero(),
+               board_wait);
   }
   return true;
 }
 
 // On the thread of a caller that waits, and not for the first time.
-void Hierarchy::check_wait(const Request& request, Clock::duration waited) {
+void Hierarchy::check_wait(const Request& request, Clock::duration waited,
+                           shm::BoardWait& board_wait) {
   try {
     if (const auto* task = dynamic_cast<const MessageTask*>(&request)) {
       const auto timeout = task->message.timeout_or(timeout_);
       const char* name = task->message.name();
       if (waited >= timeout) wire_.throw_late(task->parcel.peer, {name, name}, timeout);
     } else {
-      check_peers(static_cast<const Task&>(request).operation.activity());
+      const Activity activity = static_cast<const Task&>(request).operation.activity();
+      board_wait.look(waited, [&] { return activity; });
+      check_peers(activity);
     }
   } catch (const Error&) {
     const MutexLock lock(mutex_);

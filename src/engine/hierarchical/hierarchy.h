@@ -21,6 +21,7 @@
 #include "engine/hierarchical/steps.h"
 #include "engine/hierarchical/wire.h"
 #include "engine/workers.h"
+#include "shm/board.h"
 
 namespace lockstep {
 
@@ -57,8 +58,8 @@ class Hierarchy final : public collective::Runner {
       LOCKSTEP_EXCLUDES(mutex_);
   void throw_what_others_know(const Activity& activity);
   void interrupt(std::exception_ptr cause) LOCKSTEP_REQUIRES(mutex_);
-  void check_wait(const collective::Request& request, std::chrono::steady_clock::duration waited)
-      LOCKSTEP_EXCLUDES(mutex_);
+  void check_wait(const collective::Request& request, std::chrono::steady_clock::duration waited,
+                  shm::BoardWait& board_wait) LOCKSTEP_EXCLUDES(mutex_);
   void check_peers(const Activity& activity);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
   void check(const collective::Message& message) const;
@@ -71,6 +72,7 @@ class Hierarchy final : public collective::Runner {
   const std::chrono::milliseconds timeout_;
   const HostLayout layout_;
   const std::shared_ptr<shm::Group> local_;
+  const std::shared_ptr<shm::BoardChannel> channel_;  // may be none
   Wire wire_;
 
   Mutex mutex_;

@@ -34,6 +34,7 @@ MpiRunner::MpiRunner(const EngineContext& context, std::unique_ptr<MpiTraffic> t
       size_(context.size()),
       timeout_(context.timeout),
       largest_tag_(largest_tag()),
+      channel_(context.channel),
       notices_(context),
       traffic_(std::move(traffic)),
       thread_([this] { work(); }) {
@@ -58,6 +59,9 @@ std::shared_ptr<collective::Request> MpiRunner::start(Operation operation) {
   request->operation = std::move(operation);
   const MutexLock lock(mutex_);
   throw_if_failed();
+  if (channel_) {
+    request->number = channel_->start(collective::name_of(request->operation.kind));
+  }
   operations_.push_back(request);
   wake_.notify_one();
   return request;
@@ -95,6 +99,7 @@ bool MpiRunner::wait_until(const collective::Request& request, TimePoint until) 
   const auto timeout = message != nullptr ? message->message.timeout_or(timeout_) : timeout_;
   const auto deadline = message != nullptr && until == kNoLimit ? start + timeout : kNoLimit;
   const auto& abandonable = dynamic_cast<const Abandonable&>(request);
+  shm::BoardWait board_wait(until == kNoLimit ? channel_.get() : nullptr, request.number);
   const MutexLock lock(mutex_);
   while (true) {
     const auto next_check = std::min({until, deadline, Clock::now() + kPeerPollInterval});
@@ -113,6 +118,7 @@ bool MpiRunner::wait_until(const collective::Request& request, TimePoint until) 
     const int peer = message != nullptr ? notices_.global_rank(its_peer) : -1;
     const MutexUnlock unlock(mutex_);
     try {
+      board_wait.look(Clock::now() - start, [&] { return activity; });
       check_peer(its_peer, activity, Clock::now() - start);
       if (Clock::now() >= deadline) {
         throw TimeoutError(

@@ -18,6 +18,7 @@
 #include "collective/runner.h"
 #include "engine/mpi/notices.h"
 #include "engine/mpi/traffic.h"
+#include "shm/board.h"
 
 namespace lockstep {
 
@@ -79,6 +80,7 @@ class MpiRunner final : public collective::Runner {
   const int size_;
   const std::chrono::milliseconds timeout_;
   const int largest_tag_;
+  const std::shared_ptr<shm::BoardChannel> channel_;  // may be none
   MpiNotices notices_;
   std::unique_ptr<mpi::FinalizeHook> hook_;
 

@@ -28,7 +28,8 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
                             .size = context.size(),
                             .timeout = context.timeout,
                             .global_ranks = std::move(global_ranks),
-                            .describe = std::move(describe)};
+                            .describe = std::move(describe),
+                            .channel = context.channel};
   // With other hosts a thread waits beside the one that computes; here the waiting one has the core
   // for itself, and polling for longer was faster (docs/design/0003).
   if (!options.describe) options.spin = std::chrono::milliseconds(2);
