@@ -285,6 +285,7 @@ TEST(Group, DifferentCallsAreAnErrorOnAllRanks) {
 
 // Even if the operation was the last owner of the memory.
 TEST(Group, MemoryIsNotHandedOutAgainWhileOthersReadIt) {
+  std::atomic<bool> has_started{false};
   std::atomic<bool> may_read{false};
   run_threads(2, [&](Group& group) {
     constexpr std::size_t kCount = 100000;
@@ -296,6 +297,7 @@ TEST(Group, MemoryIsNotHandedOutAgainWhileOthersReadIt) {
       std::vector<float> result(kCount);
       operation.output.base = bytes_of(result.data());
       const auto request = group.start(operation);
+      has_started = true;
       while (!may_read) std::this_thread::yield();
       group.wait(*request);
       EXPECT_EQ(std::ranges::count(result, 5.0F), static_cast<std::ptrdiff_t>(kCount));
@@ -314,7 +316,8 @@ TEST(Group, MemoryIsNotHandedOutAgainWhileOthersReadIt) {
     }
     const auto barrier = group.start(Operation{});
     operation = {};
-    for (int i = 0; i < 1000; ++i) EXPECT_FALSE(group.poll(*barrier));
+    while (!has_started) std::this_thread::yield();
+    EXPECT_FALSE(group.poll(*barrier));
     const auto other = allocate(9);
     may_read = true;
     group.wait(*barrier);
