@@ -15,8 +15,6 @@
 namespace lockstep::shm {
 namespace {
 
-// A state, or the lack of one, is seen by other cores after a moment: the second look comes later.
-constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
 // How long rank 0 waits until other hosts have heard of the verdict, since its end may be the end
 // of the store.
 constexpr auto kUntilHeard = std::chrono::seconds(1);
@@ -125,7 +123,10 @@ std::uint64_t BoardChannel::start(const char* operation) {
     board_->add_caller(caller);
     last_caller_ = caller;
   }
-  return num_started_.fetch_add(1, std::memory_order_relaxed) + 1;
+  // Only the engine's lock lets a thread in here; others just read it.
+  const std::uint64_t number = num_started_.load(std::memory_order_relaxed) + 1;
+  num_started_.store(number, std::memory_order_relaxed);
+  return number;
 }
 
 BoardWait::~BoardWait() {
@@ -217,11 +218,10 @@ void Board::publish() {
 
 // Empty unless this rank is stuck, or if there is no room to say it.
 std::string Board::state() const {
+  std::set<std::thread::id> waiting;
+  for (const BoardWait* wait : waits_) waiting.insert(wait->thread_);
   const bool is_stuck =
-      !waits_.empty() && std::ranges::all_of(callers_, [&](std::thread::id caller) {
-        return std::ranges::any_of(waits_,
-                                   [&](const BoardWait* wait) { return wait->thread_ == caller; });
-      });
+      std::includes(waiting.begin(), waiting.end(), callers_.begin(), callers_.end());
   if (!is_stuck) return {};
   std::string text = text::format("{}\n", generation_);
   for (const BoardChannel* channel : channels_) {
@@ -285,7 +285,9 @@ void Board::decide() {
           Proposal{.states = std::move(states), .verdict = std::move(*verdict), .made = now};
       return;
     }
-    if (now - proposal_->made < kBetweenLooks || (courier_ && !courier_->have_all_agreed())) return;
+    if (now - proposal_->made < options_.between_looks ||
+        (courier_ && !courier_->have_all_agreed()))
+      return;
     proposal_->is_final = true;
     proposal_->made = now;
     if (courier_) courier_->conclude();

@@ -150,6 +150,8 @@ struct BoardOptions {
   // Through which hosts are told; not used on one host.
   CourierStore store = {};
   std::chrono::milliseconds patience = std::chrono::milliseconds(300);
+  // What is published is seen by other cores after a moment: the second look comes later.
+  std::chrono::milliseconds between_looks = std::chrono::milliseconds(20);
 };
 
 class Board {

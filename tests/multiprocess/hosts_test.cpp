@@ -118,6 +118,30 @@ TEST(Hosts, GiveTheBitsOfOneHost) {
       on_network(hosts, {2, 2}))));
 }
 
+// What ranks wait for is told through the launchers.
+TEST(Hosts, AreToldOfWaitsInDifferentCalls) {
+  NEED_NETWORK();
+  const NetHosts hosts(2);
+  EXPECT_TRUE(test::all_passed(test::run_ranks(
+      4,
+      [](int rank) {
+        const World world = World::join({.timeout = seconds(60)});
+        const World metrics = world.duplicate("the metrics");
+        try {
+          (rank == 2 ? metrics : world).sum(1);
+          ADD_FAILURE();
+        } catch (const MismatchError& error) {
+          EXPECT_TRUE(has(error.message(),
+                          "ranks 0, 1, 3 in all_reduce of f64[1], 8 bytes, of the "
+                          "world; rank 2 in all_reduce of f64[1], 8 bytes, of the "
+                          "metrics"))
+              << error.message();
+        }
+        std::this_thread::sleep_for(seconds(3));  // until all have seen it
+      },
+      on_network(hosts, {2, 2}))));
+}
+
 // 64 ranks, all on this machine's few cores, are at work in seconds.
 TEST(Hosts, StartManyRanksSoon) {
   NEED_NETWORK();
