@@ -188,7 +188,9 @@ Peers connect(const GroupOptions& options, const Exchange& exchange) {
     for (int peer = 0; peer < options.size; ++peer) {
       const SegmentName name = read_name(names[static_cast<std::size_t>(peer)]);
       peers.processes.push_back(name.owner);
-      peers.segments.push_back(peer == options.rank ? std::move(*mine) : Segment::attach(name));
+      peers.segments.push_back(peer == options.rank
+                                   ? std::move(*mine)  // NOLINT(bugprone-use-after-move): once
+                                   : Segment::attach(name));
       peers.controls.push_back(reinterpret_cast<Control*>(peers.segments.back().data()));
     }
     return std::string();
