@@ -35,7 +35,7 @@ class Hang {
   JobOptions options() const {
     return {.variables = {{"LD_PRELOAD", LOCKSTEP_HANG},
                           {variable_, file_},
-                          {"LOCKSTEP_SECRET", "a secret of the tests, long enough"}},
+                          {"LOCKSTEP_SECRET", "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA=="}},
             .deadline = std::chrono::seconds(120)};
   }
 
