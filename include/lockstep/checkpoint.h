@@ -108,8 +108,8 @@ class LOCKSTEP_API Checkpointer {
   // write; older checkpoints are as they were), MismatchError (ranks are at different steps, or
   // have different parameters or optimizer states), what collectives throw.
   void save(std::int64_t step);
-  // Returns when a copy is made; it is written while training goes on. What goes wrong then is
-  // thrown by the next call of save(), save_async() or wait().
+  // Returns when ranks have compared their tensors and a copy is made; it is written while training
+  // goes on. What goes wrong then is thrown by the next call of save(), save_async() or wait().
   void save_async(std::int64_t step);
   void wait();
 

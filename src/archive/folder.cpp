@@ -101,20 +101,6 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
-// Who has the folder: for those who come while it is locked. NFS may keep a lock whose host is
-// gone.
-struct Owner {
-  std::string host;
-  std::string boot;
-  std::int64_t pid = 0;
-};
-
-std::string text_of(const Owner& owner) {
-  return text::format("process {} of host {}", owner.pid, owner.host);
-}
-
-std::string boot_id() { return read_small_file("/proc/sys/kernel/random/boot_id"); }
-
 Fd open_lock(const std::string& folder, const std::string& file) {
   Fd lock(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, mode_in(folder, 0666)));
   if (!lock) throw_errno(text::format("cannot write {}", file), "Check its permissions.");
@@ -134,26 +120,24 @@ bool try_lock(const Fd& lock, const std::string& file) {
   return true;
 }
 
+// Who has the folder, for those who come while it is locked: NFS may keep a lock whose host is
+// gone.
 void write_owner(const Fd& lock) {
-  const std::string text =
-      Json{{"host", host_name()}, {"boot", boot_id()}, {"pid", ::getpid()}}.dump();
+  const std::string text = Json{{"host", host_name()}, {"pid", ::getpid()}}.dump();
   // Only errors tell it: a disk without room for it shows when a checkpoint is written.
   if (::ftruncate(lock.get(), 0) == 0) {
     [[maybe_unused]] const ssize_t written = ::pwrite(lock.get(), text.data(), text.size(), 0);
   }
 }
 
-Owner read_owner(const Fd& lock) {
+std::string owner_text(const Fd& lock) {
   std::string text(4096, '\0');
   text.resize(static_cast<std::size_t>(
       std::max<ssize_t>(0, ::pread(lock.get(), text.data(), text.size(), 0))));
   const Json json = Json::parse(text, nullptr, false);
-  if (!json.is_object()) return {};
-  try {
-    return {.host = json.at("host"), .boot = json.at("boot"), .pid = json.at("pid")};
-  } catch (const Json::exception&) {  // of another program, or of version 0.1
-    return {};
-  }
+  if (!json.is_object() || !json.contains("host") || !json.contains("pid")) return {};
+  return text::format("process {} of host {}", json["pid"].dump(),
+                      printable(json["host"].is_string() ? json["host"].get<std::string>() : ""));
 }
 
 }  // namespace
@@ -231,21 +215,12 @@ CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)) {
   const std::string file = path_ + "/" + kLock;
   lock_ = open_lock(path_, file);
   if (!try_lock(lock_, file)) {
-    const Owner owner = read_owner(lock_);
-    if (owner.host != host_name() || owner.boot == boot_id()) {
-      refuse(
-          text::format("Another run writes its checkpoints to {}: {}.\nGive each run a folder of "
-                       "its own, or wait "
-                       "until that one has ended. If its host is gone for good, remove {}.",
-                       path_, owner.host.empty() ? "its .lock is locked" : text_of(owner), file));
-    }
-    Log(-1).warning("{} is of {}, before this host restarted: it is replaced", file,
-                    text_of(owner));
-    const std::string fresh = path_ + "/" + random_name(kUnfinished);
-    lock_ = open_lock(path_, fresh);
-    if (!try_lock(lock_, fresh) || ::rename(fresh.c_str(), file.c_str()) != 0) {
-      throw_errno(text::format("cannot replace {}", file), "Use another folder.");
-    }
+    const std::string owner = owner_text(lock_);
+    refuse(
+        text::format("Another run writes its checkpoints to {}{}.\nGive each run a folder of its "
+                     "own, or wait until that one has ended. If its host is gone, and the file "
+                     "system keeps the lock, remove {}.",
+                     path_, owner.empty() ? "" : ": " + owner, file));
   }
   write_owner(lock_);
 }

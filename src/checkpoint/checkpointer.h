@@ -51,7 +51,8 @@ struct Checkpointer::Impl {
   Saving begin(std::int64_t step);
   void write(const Saving& saving, const Exchange& exchange) const;
   void start_writer(Saving saving);
-  void agree_on_tensors(Snapshot& snapshot, std::int64_t step) const;
+  void agree_on_tensors(Snapshot& snapshot, const std::vector<std::int64_t>& hashes,
+                        std::int64_t step) const;
   void copy_tensors(Saving& saving);
   void wait();
 

@@ -155,18 +155,9 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   std::vector<HookState> own;
   if (has_own) {
     try {
-      own = read_own_tensors(its_path, contents.num_own_files, world.rank(), world.size(), ddps);
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
-    // All ranks load it or none: parts of it must be the same everywhere.
-    const auto failures = exchange_texts(world, failure_text(failure, world.rank()));
-    if (load_options.strict) {
-      throw_first_cause(world, failures, {.rank = world.rank(), .operation = "load"});
-    }
-    if (!std::ranges::all_of(failures, &std::string::empty)) {
-      own.clear();
-      failure = nullptr;
+      own = read_own_tensors(world, its_path, contents.num_own_files, reader, ddps);
+    } catch (const Error&) {  // on all ranks alike
+      if (load_options.strict) throw;
       loaded.differences.emplace_back("left out: the state of comm hooks");
     }
   }

@@ -2,8 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <filesystem>
+#include <functional>
+
 #include "base/text.h"
+#include "checkpoint/checkpointer.h"
 #include "checkpoint/tensors.h"
+#include "world/exchange.h"
+#include "world/packed.h"
 
 namespace lockstep {
 namespace {
@@ -31,13 +37,63 @@ std::vector<HookState> read_file(const std::string& checkpoint, int rank, int si
   return states;
 }
 
-// A step is a mean over ranks: so is what is left over for the next one.
-void add(HookState& sum, const HookState& more) {
-  for (auto& [name, tensor] : sum) {
-    const auto its = more.find(name);
-    if (!tensor.is_floating_point() || its == more.end()) continue;
-    if (its->second.sizes() == tensor.sizes()) tensor.add_(its->second);
+// Of all ranks. A step is a mean over them: so is what is left over for the next one.
+std::vector<HookState> read_mean(const std::string& checkpoint, int size, std::size_t num_models) {
+  std::vector<HookState> mean = read_file(checkpoint, 0, size, num_models);
+  for (int rank = 1; rank < size; ++rank) {
+    const auto more = read_file(checkpoint, rank, size, num_models);
+    for (std::size_t model = 0; model < num_models; ++model) {
+      std::erase_if(mean[model], [&](const auto& one) {  // what not all have: begin anew
+        const auto its = more[model].find(one.first);
+        return its == more[model].end() || its->second.sizes() != one.second.sizes();
+      });
+      for (auto& [name, tensor] : mean[model]) {
+        if (tensor.is_floating_point()) tensor.add_(more[model].at(name));
+      }
+    }
   }
+  for (HookState& state : mean) {
+    for (auto& [name, tensor] : state) {
+      if (tensor.is_floating_point()) tensor.div_(size);
+    }
+  }
+  return mean;
+}
+
+// What `read` gives on rank `reader`, on all ranks.
+std::vector<HookState> share(const World& world, int reader, std::size_t num_models,
+                             const std::function<std::vector<HookState>()>& read) {
+  std::vector<HookState> states(num_models);
+  Json description = {{"failure", ""}, {"tensors", Json::array()}};
+  if (world.rank() == reader) {
+    try {
+      states = read();
+    } catch (const std::exception&) {
+      description["failure"] = failure_text(std::current_exception(), reader);
+    }
+    for (std::size_t model = 0; model < num_models; ++model) {
+      for (const auto& [name, tensor] : states[model]) {
+        const TensorEntry entry = entry_of({name, tensor});
+        description["tensors"].push_back({model, name, entry.dtype, entry.shape});
+      }
+    }
+  }
+  description = Json::parse(share_text(world, to_text(description), reader));
+  std::vector<std::string> failures(static_cast<std::size_t>(world.size()));
+  failures[static_cast<std::size_t>(reader)] = description.at("failure");
+  throw_first_cause(world, failures, {.rank = world.rank(), .operation = "load"});
+  std::vector<at::Tensor> tensors;
+  for (const Json& one : description.at("tensors")) {
+    HookState& state = states[one[0].get<std::size_t>()];
+    const std::string name = one[1];
+    if (world.rank() != reader) {
+      state[name] =
+          make_tensor({.dtype = one[2], .shape = one[3].get<std::vector<std::int64_t>>()});
+    }
+    tensors.push_back(state.at(name));
+  }
+  move_packed(tensors, [&](const at::Tensor& packed) { world.broadcast(packed, reader); });
+  return states;
 }
 
 }  // namespace
@@ -58,24 +114,46 @@ std::vector<NamedTensor> own_tensors(const std::vector<DistributedDataParallel*>
   return own;
 }
 
-std::vector<HookState> read_own_tensors(const std::string& checkpoint, int saved_size, int rank,
-                                        int size,
+std::vector<HookState> read_own_tensors(const World& world, const std::string& checkpoint,
+                                        int saved_size, int reader,
                                         const std::vector<DistributedDataParallel*>& ddps) {
-  const bool is_alike = saved_size == size;
-  auto states = read_file(checkpoint, is_alike ? rank : 0, saved_size, ddps.size());
-  for (int other = 1; !is_alike && other < saved_size; ++other) {
-    const auto more = read_file(checkpoint, other, saved_size, ddps.size());
-    for (std::size_t model = 0; model < ddps.size(); ++model) add(states[model], more[model]);
-  }
-  for (std::size_t model = 0; model < ddps.size(); ++model) {
-    if (states[model].empty()) continue;
-    ddps[model]->check_hook_state(states[model]);
-    if (is_alike) continue;
-    for (auto& [name, tensor] : states[model]) {
-      if (tensor.is_floating_point()) tensor.div_(saved_size);
+  const auto fail_together = [&](const std::exception_ptr& failure) {
+    throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
+                      {.rank = world.rank(), .operation = "load"});
+  };
+  std::vector<HookState> mine;
+  if (saved_size != world.size()) {
+    mine = share(world, reader, ddps.size(),
+                 [&] { return read_mean(checkpoint, saved_size, ddps.size()); });
+  } else {
+    std::exception_ptr failure;
+    std::error_code ignored;  // then it is not there
+    const bool is_there =
+        std::filesystem::exists(checkpoint + "/" + own_file(world.rank(), saved_size), ignored);
+    try {
+      if (is_there) mine = read_file(checkpoint, world.rank(), saved_size, ddps.size());
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+    fail_together(failure);
+    const auto all = exchange_texts(world, is_there ? "1" : "0");
+    for (int rank = 0; rank < world.size(); ++rank) {
+      if (all[static_cast<std::size_t>(rank)] == "1") continue;
+      auto its = share(world, reader, ddps.size(),
+                       [&] { return read_file(checkpoint, rank, saved_size, ddps.size()); });
+      if (rank == world.rank()) mine = std::move(its);
     }
   }
-  return states;
+  std::exception_ptr failure;
+  try {
+    for (std::size_t model = 0; model < ddps.size(); ++model) {
+      if (!mine[model].empty()) ddps[model]->check_hook_state(mine[model]);
+    }
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  fail_together(failure);
+  return mine;
 }
 
 }  // namespace lockstep

@@ -17,10 +17,11 @@ bool is_own_file(const std::string& name);
 std::vector<NamedTensor> own_tensors(const std::vector<DistributedDataParallel*>& ddps, int rank);
 
 // What it has to load, for each wrapped model: its own file, if the checkpoint was made by as many
-// ranks as there are now, else the mean of all. Nothing is changed yet.
-// Throws: SystemError, UsageError if a file is not there, or of another model.
-std::vector<HookState> read_own_tensors(const std::string& checkpoint, int saved_size, int rank,
-                                        int size,
+// ranks as there are now, else the mean of all, which rank `reader` takes. A rank that does not see
+// its file gets it from there, too. Nothing is changed yet. Collective.
+// Throws, on all ranks: SystemError, UsageError if a file is not there, or of another model.
+std::vector<HookState> read_own_tensors(const World& world, const std::string& checkpoint,
+                                        int saved_size, int reader,
                                         const std::vector<DistributedDataParallel*>& ddps);
 
 }  // namespace lockstep

@@ -79,9 +79,10 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
 
 // A checkpoint is one run's: each rank writes a part of what all have. Buffers may differ (running
 // statistics between two backwards, or with BufferSync::kOff): rank 0's are saved.
-void Checkpointer::Impl::agree_on_tensors(Snapshot& snapshot, std::int64_t step) const {
-  if (world.size() == 1) return;
-  for (const Difference& one : find_differences(world, snapshot.tensors)) {
+void Checkpointer::Impl::agree_on_tensors(Snapshot& snapshot,
+                                          const std::vector<std::int64_t>& hashes,
+                                          std::int64_t step) const {
+  for (const Difference& one : find_differences(world, hashes)) {
     NamedTensor& its = snapshot.tensors[one.index];
     if (!snapshot.buffers.contains(its.name)) {
       throw MismatchError(
@@ -109,9 +110,11 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   std::string layout;
   std::string unfinished;
   std::vector<NamedTensor> own;
+  std::vector<std::int64_t> hashes;
   try {
     saving.state = take_snapshot(step, snapshot);
     own = own_tensors(ddps, world.rank());
+    if (world.size() > 1) hashes = hashes_of(snapshot.tensors);
     layout = layout_of(snapshot.tensors);
     if (is_leader()) unfinished = folder->begin();
   } catch (const std::exception&) {
@@ -126,6 +129,7 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
     const Json mine = {{"step", step},
                        {"number", next_number},
                        {"layout", layout},
+                       {"hash", hash_of_all(hashes)},
                        {"unfinished", unfinished},
                        {"failure", failure_text(failure, world.rank())}};
     for (const std::string& text : exchange_texts(world, to_text(mine))) {
@@ -144,7 +148,8 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
                          what, all[0].at(what).dump(), its.dump(), rank));
       }
     }
-    agree_on_tensors(snapshot, step);
+    const auto is_same = [&](const Json& its) { return its.at("hash") == all[0].at("hash"); };
+    if (!std::ranges::all_of(all, is_same)) agree_on_tensors(snapshot, hashes, step);
   } catch (...) {
     drop();
     throw;

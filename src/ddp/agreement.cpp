@@ -61,15 +61,20 @@ void check_same_lines(const World& world, const std::vector<std::string>& lines,
                                    what, line(all[0], first), other, line(theirs, first)));
 }
 
-std::vector<Difference> find_differences(const World& world,
-                                         const std::vector<NamedTensor>& tensors) {
+std::vector<std::int64_t> hashes_of(const std::vector<NamedTensor>& tensors) {
   std::vector<std::int64_t> hashes;
   for (const NamedTensor& one : tensors) {
     hashes.push_back(static_cast<std::int64_t>(hash_of(one.tensor)));
   }
-  if (is_same_everywhere(world, hash_bytes(hashes.data(), hashes.size() * sizeof hashes[0]))) {
-    return {};
-  }
+  return hashes;
+}
+
+std::uint64_t hash_of_all(const std::vector<std::int64_t>& hashes) {
+  return hash_bytes(hashes.data(), hashes.size() * sizeof(std::int64_t));
+}
+
+std::vector<Difference> find_differences(const World& world,
+                                         const std::vector<std::int64_t>& hashes) {
   const at::Tensor all = world.all_gather(at::tensor(hashes, at::TensorOptions(at::kLong)));
   const at::Tensor differs = all.ne(all[0]);
   std::vector<Difference> found;
@@ -85,8 +90,9 @@ std::vector<Difference> find_differences(const World& world,
 
 void check_same_tensors(const World& world, const std::vector<NamedTensor>& tensors,
                         std::int64_t step) {
-  const std::vector<Difference> found = find_differences(world, tensors);
-  if (found.empty()) return;
+  const std::vector<std::int64_t> hashes = hashes_of(tensors);
+  if (is_same_everywhere(world, hash_of_all(hashes))) return;
+  const std::vector<Difference> found = find_differences(world, hashes);
   throw MismatchError(
       {.rank = world.rank(),
        .peer = static_cast<int>(found.front().ranks.front()),

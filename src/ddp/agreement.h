@@ -22,9 +22,12 @@ struct Difference {
   std::size_t index = 0;
   std::vector<std::int64_t> ranks = {};  // that have not what rank 0 has
 };
+// By tensor, of its bytes. Not collective.
+std::vector<std::int64_t> hashes_of(const std::vector<NamedTensor>& tensors);
+std::uint64_t hash_of_all(const std::vector<std::int64_t>& hashes);
 // Collective, with the same answer on all ranks.
 std::vector<Difference> find_differences(const World& world,
-                                         const std::vector<NamedTensor>& tensors);
+                                         const std::vector<std::int64_t>& hashes);
 
 // Collective. Throws MismatchError on all ranks if the bytes of the tensors differ between ranks:
 // it names the first tensor, and the ranks.

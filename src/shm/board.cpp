@@ -111,13 +111,7 @@ BoardChannel::BoardChannel(std::shared_ptr<Board> board, std::string name, std::
 BoardChannel::~BoardChannel() { board_->remove(*this); }
 
 std::uint64_t BoardChannel::start(const char* operation) {
-  if (board_on_rank0 == board_.get()) {
-    throw UsageError({.rank = board_->options_.rank, .operation = operation},
-                     text::format("{} was called inside on_rank0, whose function runs on rank 0 "
-                                  "only, while the other ranks wait for it.\nCall it before or "
-                                  "after, on all ranks.",
-                                  operation));
-  }
+  refuse_on_rank0(board_.get(), board_->options_.rank, operation);
   const std::thread::id caller = std::this_thread::get_id();
   if (caller != last_caller_) {
     board_->add_caller(caller);
@@ -141,6 +135,26 @@ void BoardWait::look(std::chrono::nanoseconds waited, const std::function<Activi
 const Board* set_on_rank0(const Board* board) noexcept {
   return std::exchange(board_on_rank0, board);
 }
+
+void refuse_on_rank0(const Board* board, int rank, const char* operation) {
+  if (board == nullptr || board_on_rank0 != board) return;
+  throw UsageError(
+      {.rank = rank, .operation = operation},
+      text::format("{} was called inside on_rank0, whose function runs on rank 0 only, "
+                   "while the other ranks wait for it.\nCall it before or after, on all "
+                   "ranks.",
+                   operation));
+}
+
+// A thread that has ended helps nobody any more: it is no caller.
+struct EndOfThread {
+  std::vector<std::weak_ptr<Board>> boards;
+  ~EndOfThread() {
+    for (const auto& one : boards) {
+      if (const auto board = one.lock()) board->remove_caller(std::this_thread::get_id());
+    }
+  }
+};
 
 Segment Board::make_page() {
   Segment page = Segment::create(sizeof(BoardPage));
@@ -176,8 +190,18 @@ void Board::remove(BoardChannel& channel) noexcept {
 }
 
 void Board::add_caller(std::thread::id thread) {
+  thread_local EndOfThread end;
+  std::erase_if(end.boards, [](const auto& one) { return one.expired(); });
+  const auto is_this = [&](const auto& one) { return one.lock().get() == this; };
+  if (std::ranges::none_of(end.boards, is_this)) end.boards.push_back(weak_from_this());
   const MutexLock lock(mutex_);
   if (callers_.insert(thread).second) publish();
+}
+
+void Board::remove_caller(std::thread::id thread) noexcept {
+  const MutexLock lock(mutex_);
+  callers_.erase(thread);
+  publish();
 }
 
 void Board::look(BoardWait& wait, const std::function<Activity()>& activity) {

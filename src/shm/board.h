@@ -6,7 +6,8 @@
 // wait until the timeout. All engines of a joined world share its board; an engine is a *channel*
 // there, and its operations are numbered, the same on all ranks.
 //
-// Words. A *caller* is a thread that has joined the world or has ever started an operation. A rank
+// Words. A *caller* is a thread that has joined the world or has ever started an operation, until
+// it ends. A rank
 // is *stuck* while each of its callers is in a wait that has lasted for BoardOptions::patience and
 // ends only with its operation (a point-to-point wait and one with a time limit of its own do not
 // count: the caller may go on, or any thread send).
@@ -154,7 +155,7 @@ struct BoardOptions {
   std::chrono::milliseconds between_looks = std::chrono::milliseconds(20);
 };
 
-class Board {
+class Board : public std::enable_shared_from_this<Board> {
  public:
   // The memory of a rank's page, to be named to the others.
   static Segment make_page();
@@ -167,6 +168,7 @@ class Board {
  private:
   friend class BoardChannel;
   friend class BoardWait;
+  friend struct EndOfThread;
 
   // States by rank, that a verdict is made of.
   struct Proposal {
@@ -179,6 +181,7 @@ class Board {
   void add(BoardChannel& channel);
   void remove(BoardChannel& channel) noexcept;
   void add_caller(std::thread::id thread);
+  void remove_caller(std::thread::id thread) noexcept;
   void look(BoardWait& wait, const std::function<Activity()>& activity);
   void remove(BoardWait& wait) noexcept;
 
@@ -214,5 +217,7 @@ std::optional<std::string> judge(const std::vector<std::string>& states);
 // While f of on_rank0 runs, operations on the board's channels by this thread are refused: the
 // others wait for f. Returns the board for which it was so before; nullptr: none.
 const Board* set_on_rank0(const Board* board) noexcept;
+// Throws UsageError while this thread runs the function of on_rank0 of a world of this board.
+void refuse_on_rank0(const Board* board, int rank, const char* operation);
 
 }  // namespace lockstep::shm

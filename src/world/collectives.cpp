@@ -46,19 +46,25 @@ at::Tensor make_dense(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
-void wait_for(const std::vector<Member>& members, int rank, const char* operation,
-              const std::string& subject, const std::function<Work()>& start) {
+// `state`: of the world, which is its own.
+template <typename State>
+void wait_for(const State& state, const char* operation, const std::string& subject,
+              const std::function<Work()>& start) {
+  // Here, too, as not all engines look at the board.
+  if (const auto& channel = state.context.channel) {
+    shm::refuse_on_rank0(channel->board().get(), state.rank, operation);
+  }
   try {
     start()->wait();
   } catch (...) {
-    rethrow_translated(std::current_exception(), members, rank, operation, subject);
+    rethrow_translated(std::current_exception(), state.members, state.rank, operation, subject);
   }
 }
 
 }  // namespace
 
 void World::barrier() const {
-  wait_for(members(), rank(), "barrier", "all ranks", [&] { return backend()->barrier(); });
+  wait_for(*state_, "barrier", "all ranks", [&] { return backend()->barrier(); });
 }
 
 at::Tensor World::all_reduce(const at::Tensor& tensor, const ReduceOp& op) const {
@@ -67,7 +73,7 @@ at::Tensor World::all_reduce(const at::Tensor& tensor, const ReduceOp& op) const
   std::vector<at::Tensor> dense = {make_dense(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  wait_for(members(), rank(), "all_reduce", describe_tensor(tensor),
+  wait_for(*state_, "all_reduce", describe_tensor(tensor),
            [&] { return backend()->allreduce(dense, options); });
   if (dense[0].data_ptr() != tensor.data_ptr()) tensor.copy_(dense[0]);
   return tensor;
@@ -91,7 +97,7 @@ at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
   std::vector<at::Tensor> dense = {make_dense(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  wait_for(members(), rank(), "broadcast", describe_tensor(tensor),
+  wait_for(*state_, "broadcast", describe_tensor(tensor),
            [&] { return backend()->broadcast(dense, options); });
   if (dense[0].data_ptr() != tensor.data_ptr()) tensor.copy_(dense[0]);
   return tensor;
@@ -102,7 +108,7 @@ at::Tensor World::all_gather(const at::Tensor& tensor) const {
   const at::NoGradGuard no_grad;
   at::Tensor input = make_dense(tensor).view(-1);  // flat: engines differ about shapes
   at::Tensor output = at::empty({size() * input.numel()}, input.options());
-  wait_for(members(), rank(), "all_gather", describe_tensor(tensor),
+  wait_for(*state_, "all_gather", describe_tensor(tensor),
            [&] { return backend()->_allgather_base(output, input); });
   std::vector<std::int64_t> sizes = tensor.sizes().vec();
   sizes.insert(sizes.begin(), size());
@@ -122,7 +128,7 @@ at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) c
   at::Tensor output = at::empty({input.numel() / size()}, input.options());
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
-  wait_for(members(), rank(), "reduce_scatter", describe_tensor(tensor),
+  wait_for(*state_, "reduce_scatter", describe_tensor(tensor),
            [&] { return backend()->_reduce_scatter_base(output, input, options); });
   return output.view(tensor.sizes().slice(1));
 }

@@ -219,6 +219,33 @@ TEST(Resume, CommHooksGoOnExactly) {
   EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
 }
 
+// Only rank 0 sees the files: it reads for all.
+TEST(Resume, CommHooksGoOnWhereOneRankSeesTheCheckpoint) {
+  const TempFolder folder(kFolder);
+  const auto body = [&](int rank) {
+    const World world = World::join();
+    const auto make = [&] {
+      return Training(world, "SGD", 4, 1, {.hook = top_k_hook({.fraction = 0.1})});
+    };
+    Training first = make();
+    Checkpointer saving(folder.path() + "/all", world);
+    first.add_to(saving);
+    for (int step = 0; step < 3; ++step) first.step();
+    saving.save(3);
+    const HookState mine = first.ddp->hook_state();
+
+    Training second = make();
+    Checkpointer loading(folder.path() + "/other", world);
+    second.add_to(loading);
+    ASSERT_EQ(::chdir(rank == 0 ? (folder.path() + "/all").c_str() : "/"), 0);
+    EXPECT_EQ(loading.load("0-step-3").step, 3);
+    EXPECT_TRUE(at::equal(second.ddp->hook_state().at("hook.0"), mine.at("hook.0")));
+    const at::Tensor all = world.all_gather(mine.at("hook.0"));
+    EXPECT_FALSE(at::equal(all[0], all[1])) << "ranks keep the same: nothing is tested";
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
 // Two ranks' leftovers become their mean on three; a program without the hook is told.
 TEST(Resume, CommHooksGoOnAtAnotherWorldSize) {
   const TempFolder folder(kFolder);

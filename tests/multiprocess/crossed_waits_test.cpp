@@ -117,6 +117,15 @@ TEST_P(CrossedWaits, ACollectiveInsideOnRank0IsRefusedOnAllRanks) {
       options())));
 }
 
+// Also on an engine that waits in LibTorch.
+TEST(OnRank0, RefusesCollectivesOnGloo) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int) {
+    const World world = World::join({.engine = "gloo", .timeout = seconds(60)});
+    EXPECT_THROW(world.on_rank0([&] { return world.sum(1); }), UsageError);
+    EXPECT_EQ(world.sum(1), 2);
+  })));
+}
+
 TEST_P(CrossedWaits, OnRank0IsNamed) {
   EXPECT_TRUE(all_passed(run_ranks(
       kSize,

@@ -179,6 +179,14 @@ TEST(Board, TwoRanksInDifferentChannels) {
   }
 }
 
+TEST(Board, AThreadThatHasEndedIsNotWaitedFor) {
+  run_on_board("aa", milliseconds(20), microseconds(0), [](Rank& rank) {
+    std::thread([&] { rank.call(2); }).join();
+    expect_mismatch([&] { rank.call(rank.rank()); },
+                    "rank 0 in all_reduce 1, of channel A; rank 1 in all_reduce 1, of channel B");
+  });
+}
+
 TEST(Board, RanksThatWaitForTheSameAreNamedTogether) {
   for (const std::string hosts : {"aaaa", "aabb", "abcb", "abbb"}) {
     run_on_board(hosts, milliseconds(20), microseconds(100), [](Rank& rank) {
