@@ -121,7 +121,7 @@ class Solo : public c10d::Backend {
   // A rank may send to itself; what is received must have been sent before.
   Work send(Tensors& tensors, int peer, int tag) override {
     check_rank("send", peer);
-    for (const at::Tensor& tensor : tensors) mail_[tag].push_back(tensor.clone());
+    for (const at::Tensor& tensor : tensors) messages_[tag].push_back(tensor.clone());
     return done(c10d::OpType::SEND, tensors);
   }
   Work recv(Tensors& tensors, int peer, int tag) override {
@@ -129,13 +129,13 @@ class Solo : public c10d::Backend {
     return recvAnysource(tensors, tag);
   }
   Work recvAnysource(Tensors& tensors, int tag) override {
-    auto& letters = mail_[tag];
-    if (letters.size() < tensors.size()) {
+    auto& waiting = messages_[tag];
+    if (waiting.size() < tensors.size()) {
       refuse("recv", text::format("in a world of one, nothing was sent with tag {}", tag));
     }
     for (at::Tensor& tensor : tensors) {
-      copy("recv", c10d::OpType::RECV, tensor, letters.front());
-      letters.pop_front();
+      copy("recv", c10d::OpType::RECV, tensor, waiting.front());
+      waiting.pop_front();
     }
     return done(c10d::OpType::RECV, tensors);
   }
@@ -213,7 +213,7 @@ class Solo : public c10d::Backend {
   }
 
   uint64_t sequence_ = 0;
-  std::map<int, std::deque<at::Tensor>> mail_;  // by tag
+  std::map<int, std::deque<at::Tensor>> messages_;  // by tag
 };
 
 }  // namespace
