@@ -92,8 +92,10 @@ std::optional<Limit> exceeded(const std::vector<Introduction>& all,
   return std::nullopt;
 }
 
-Segment make_segment(const std::string& system_root) {
-  Segment segment = Segment::create(kSegmentBytes, {.system_root = system_root});
+Segment make_segment(const GroupOptions& options) {
+  Segment segment = Segment::create(
+      kSegmentBytes, {.system_root = options.system_root,
+                      .reserved_bytes = channel_offset(options.size) - kSegmentBytes});
   auto* control = new (segment.data()) Control;
   control->magic = kShmMagic;
   control->version = kShmVersion;
@@ -101,14 +103,14 @@ Segment make_segment(const std::string& system_root) {
 }
 
 std::string to_text(const SegmentName& name) {
-  return text::format("{} {} {} {} {}", name.owner.pid, name.owner.start_time, name.fd, name.bytes,
-                      name.address);
+  return text::format("{} {} {} {} {} {}", name.owner.pid, name.owner.start_time, name.fd,
+                      name.inode, name.bytes, name.address);
 }
 
 SegmentName read_name(const std::string& text) {
   SegmentName name;
-  std::istringstream(text) >> name.owner.pid >> name.owner.start_time >> name.fd >> name.bytes >>
-      name.address;
+  std::istringstream(text) >> name.owner.pid >> name.owner.start_time >> name.fd >> name.inode >>
+      name.bytes >> name.address;
   return name;
 }
 
@@ -180,7 +182,7 @@ Peers connect(const GroupOptions& options, const Exchange& exchange) {
 
   std::optional<Segment> mine;
   const auto names = do_together(peers, exchange, [&] {
-    mine.emplace(make_segment(options.system_root));
+    mine.emplace(make_segment(options));
     return to_text(mine->name());
   });
   // Nobody goes away before all have attached.

@@ -39,6 +39,11 @@ struct Peers {
   }
   const ProcessId& process(int peer) const { return processes[static_cast<std::size_t>(peer)]; }
 
+  Channel& channel(int sender, int receiver) const {
+    std::byte* segment = segments[static_cast<std::size_t>(sender)].data();
+    return *reinterpret_cast<Channel*>(segment + channel_offset(receiver));
+  }
+
   // Bytes that the other ranks under the limit of a group are about to take.
   double claimed_by_others(std::uint64_t group) const {
     double bytes = 0;
