@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/cause.h"
 #include "base/text.h"
 
 namespace lockstep::shm {
@@ -17,10 +18,16 @@ auto Areas::claiming(std::size_t bytes, const Take& take) const {
     ~Claim() { left.store(0); }
   } claim{peers_.self().claimed_bytes};
   claim.left.store(bytes);
-  return take(SegmentOptions{
-      .system_root = peers_.system_root,
-      .claimed_by_others = [&](std::uint64_t group) { return peers_.claimed_by_others(group); },
-      .on_taken = [&](std::size_t taken) { claim.left.fetch_sub(taken); }});
+  try {
+    return take(SegmentOptions{
+        .system_root = peers_.system_root,
+        .claimed_by_others = [&](std::uint64_t group) { return peers_.claimed_by_others(group); },
+        .on_taken = [&](std::size_t taken) { claim.left.fetch_sub(taken); }});
+  } catch (const Error&) {
+    const int rank = peers_.my_global_rank();
+    throw_cause(cause_of(std::current_exception(), rank),
+                {.rank = rank, .operation = "shared memory"});
+  }
 }
 
 std::byte* Areas::allocate(std::size_t bytes) {

@@ -114,7 +114,8 @@ SegmentName read_name(const std::string& text) {
   return name;
 }
 
-// What `step` gives on all ranks. If it throws on one, all ranks throw that.
+}  // namespace
+
 std::vector<std::string> do_together(const Peers& peers, const Exchange& exchange,
                                      const std::function<std::string()>& step) {
   constexpr char kDone = '+';
@@ -122,7 +123,7 @@ std::vector<std::string> do_together(const Peers& peers, const Exchange& exchang
   std::string mine;
   try {
     mine = kDone + step();
-  } catch (const Error&) {
+  } catch (...) {
     mine = kFailed + to_text(cause_of(std::current_exception(), peers.my_global_rank()));
   }
   std::vector<std::string> all = exchange(mine);
@@ -135,8 +136,6 @@ std::vector<std::string> do_together(const Peers& peers, const Exchange& exchang
   }
   return all;
 }
-
-}  // namespace
 
 Peers connect(const GroupOptions& options, const Exchange& exchange) {
   if (options.size < 1 || options.size > collective::kMaxRanks || options.rank < 0 ||
@@ -177,7 +176,7 @@ Peers connect(const GroupOptions& options, const Exchange& exchange) {
   if (const auto limit = exceeded(all, &Introduction::memory_limits, kSegmentBytes)) {
     throw_no_room(kSegmentBytes * all.size(),
                   text::format("{} for the {} ranks of this host", text_of(*limit), all.size()),
-                  ENOMEM);
+                  ENOMEM, peers.my_global_rank());
   }
 
   std::optional<Segment> mine;

@@ -69,7 +69,9 @@ void Group::forget_requests() {
 std::byte* Group::allocate(std::size_t bytes) {
   try {
     return areas_.allocate(bytes);
-  } catch (const SystemError&) {
+  } catch (const UsageError&) {
+    throw;
+  } catch (...) {
     const MutexLock lock(mutex_);
     fail(std::current_exception());
   }

@@ -67,8 +67,8 @@ std::byte* map(int fd, std::size_t bytes) {
 
 }  // namespace
 
-void throw_no_room(std::size_t bytes, const std::string& reason, int code) {
-  throw SystemError({.operation = "shared memory"}, code,
+void throw_no_room(std::size_t bytes, const std::string& reason, int code, int rank) {
+  throw SystemError({.rank = rank, .operation = "shared memory"}, code,
                     text::format("{} bytes of shared memory are needed, but {}.\nGive the job more "
                                  "memory, use fewer ranks, or choose the engine \"gloo\".",
                                  bytes, reason));

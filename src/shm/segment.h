@@ -33,7 +33,8 @@ std::vector<Limit> memory_limits_here(const std::string& system_root);
 std::string text_of(const Limit& limit);
 
 // Throws SystemError.
-[[noreturn]] void throw_no_room(std::size_t bytes, const std::string& reason, int code);
+[[noreturn]] void throw_no_room(std::size_t bytes, const std::string& reason, int code,
+                                int rank = -1);
 
 struct SegmentOptions {
   std::string system_root = {};    // stands before /proc and /sys: tests have their own
