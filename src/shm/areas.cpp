@@ -19,10 +19,10 @@ auto Areas::claiming(std::size_t bytes, const Take& take) const {
   } claim{peers_.self().claimed_bytes};
   claim.left.store(bytes);
   try {
-    return take(SegmentOptions{
-        .system_root = peers_.system_root,
-        .claimed_by_others = [&](std::uint64_t group) { return peers_.claimed_by_others(group); },
-        .on_taken = [&](std::size_t taken) { claim.left.fetch_sub(taken); }});
+    return take(
+        SegmentOptions{.system_root = peers_.system_root,
+                       .claimed_by_others = [&] { return peers_.claimed_by_others(); },
+                       .on_taken = [&](std::size_t taken) { claim.left.fetch_sub(taken); }});
   } catch (const Error&) {
     const int rank = peers_.my_global_rank();
     throw_cause(cause_of(std::current_exception(), rank),

@@ -25,9 +25,12 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr std::size_t kStepBytes = 64 << 20;
 
 void check_room(std::size_t bytes, const SegmentOptions& options) {
-  // The kernel would answer a larger demand by killing a process: ask before.
+  // The kernel would answer a larger demand by killing a process: ask before. Claims first, then
+  // limits: what another rank takes in between counts twice, rather than not at all.
+  std::map<std::uint64_t, double> claims;
+  if (options.claimed_by_others) claims = options.claimed_by_others();
   for (const Limit& limit : memory_limits_here(options.system_root)) {
-    const double others = options.claimed_by_others ? options.claimed_by_others(limit.group) : 0;
+    const double others = claims[limit.group];
     if (static_cast<double>(bytes) + others <= limit.amount) continue;
     std::string reason = text_of(limit);
     if (others > 0) reason += text::format(", and other ranks are about to take {:.0f}", others);

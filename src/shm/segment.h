@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -39,8 +40,8 @@ std::string text_of(const Limit& limit);
 struct SegmentOptions {
   std::string system_root = {};    // stands before /proc and /sys: tests have their own
   std::size_t reserved_bytes = 0;  // more behind the memory, for take()
-  // Bytes that other ranks are about to take under the limit of a group.
-  std::function<double(std::uint64_t group)> claimed_by_others = {};
+  // Bytes that other ranks are about to take under the limits of groups.
+  std::function<std::map<std::uint64_t, double>()> claimed_by_others = {};
   std::function<void(std::size_t bytes)> on_taken = {};  // called as memory is taken
 };
 

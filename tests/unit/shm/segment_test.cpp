@@ -111,6 +111,18 @@ TEST(Segment, WhatIsReservedTakesMemoryLater) {
   EXPECT_THROW(segment.take(3 * kBytes, kBytes, {.system_root = full.root()}), SystemError);
 }
 
+// Another rank that does so while this one looks has no claim any more, or less memory is left.
+TEST(Segment, WhatIsTakenMeanwhileCounts) {
+  const test::FakeSystem system;
+  system.write("/proc/meminfo", "MemAvailable: 1024 kB");
+  const auto take_all = [&] {
+    system.write("/proc/meminfo", "MemAvailable: 0 kB");
+    return std::map<std::uint64_t, double>();
+  };
+  EXPECT_THROW(Segment::create(8192, {.system_root = system.root(), .claimed_by_others = take_all}),
+               SystemError);
+}
+
 // What the error says if the limit `resource` leaves no room for 64 MiB.
 int refusal_names_bytes(int resource, rlim_t limit, const char* word) {
   return in_child([&] {
