@@ -28,6 +28,7 @@ struct Member {
   int num_gpus = 0;  // that it sees
   // Its memory that says what it waits for (src/shm/board.h); -1 if there is none.
   int page_fd = -1;
+  std::uint64_t page_inode = 0;
   std::uint64_t page_address = 0;
 };
 

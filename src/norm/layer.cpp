@@ -25,25 +25,34 @@ Layer::Layer(std::shared_ptr<World> world, const std::shared_ptr<torch::nn::Modu
       index_(names_->size() - 1),
       num_channels_(num_channels),
       num_batches_(std::move(num_batches)),
-      num_batches_then_(num_batches_.defined() ? num_batches_.item<std::int64_t>() : 0) {}
+      then_(look()) {}
 
 bool Layer::is_training() const {
   const auto module = module_.lock();
   return module && module->is_training();
 }
 
-// Since the last one that came here. LibTorch counts a call before it refuses it.
-std::int64_t Layer::num_calls() const {
-  return num_batches_.defined() ? num_batches_.item<std::int64_t>() - num_batches_then_ : 1;
+Layer::Counter Layer::look() const {
+  if (!num_batches_.defined() || num_batches_.is_inference()) return {};
+  return {num_batches_.item<std::int64_t>(), static_cast<std::int64_t>(num_batches_._version())};
+}
+
+// Since the last one that came here. LibTorch counts a call before it refuses it. Others write the
+// counter, too, such as with a checkpoint's: calls alone would raise it by one with each write. If
+// they have not, it tells nothing.
+std::int64_t Layer::num_calls(const Counter& now) const {
+  const std::int64_t raised = now.batches - then_.batches;
+  return raised > 0 && raised == now.version - then_.version ? raised : 1;
 }
 
 at::Tensor Layer::tell(double count, std::int64_t num_channels, const at::TensorOptions& options) {
   at::Tensor mine = at::zeros({kNumTold + 2 * num_channels}, options.dtype(at::kDouble));
-  const std::int64_t calls = num_calls();
+  const Counter now = look();
   mine[kCount] = count;
   mine[kIndex] = static_cast<std::int64_t>(index_);
-  mine[kCalls] = calls;
-  num_batches_then_ += calls;
+  mine[kCalls] = num_calls(now);
+  mine[kBatches] = now.batches;
+  then_ = now;
   return mine;
 }
 
@@ -67,7 +76,8 @@ void Layer::check(const at::Tensor& all) const {
       refuse(rank, text::format("Rank 0 calls the layer {}, but rank {} calls {}.", name(0), rank,
                                 name(rank)));
     }
-    if (told(rank, kCalls) != told(0, kCalls)) {
+    // Counters that are equal were made so: one may have been raised by that.
+    if (told(rank, kCalls) != told(0, kCalls) && told(rank, kBatches) != told(0, kBatches)) {
       refuse(rank, text::format("The layer {} was called {} times on rank 0, but {} times on rank "
                                 "{}, since the last time that all did.",
                                 name(0), told(0, kCalls), told(rank, kCalls), rank));
@@ -77,7 +87,8 @@ void Layer::check(const at::Tensor& all) const {
 
 void Layer::give_up() noexcept {
   try {
-    if (!num_batches_.defined() || num_calls() != 1) return;
+    const Counter now = look();
+    if (now.batches != then_.batches + 1 || now.version != then_.version + 1) return;
     at::Tensor mine = tell(-1, num_channels_, num_batches_.options());
     at::Tensor all = at::empty({world_->size() * mine.numel()}, mine.options());
     world_->backend()->_allgather_base(all, mine)->wait(kPatience);

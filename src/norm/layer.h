@@ -30,7 +30,7 @@ class Layer {
   // What a rank tells the others: these numbers, the means of its channels, and the sums of their
   // squared deviations, which add up without cancelling. In double, and summed in the order of
   // ranks: the same bits on all.
-  enum Told : std::int64_t { kCount, kIndex, kCalls, kNumTold };
+  enum Told : std::int64_t { kCount, kIndex, kCalls, kBatches, kNumTold };
 
   // The numbers for a call with `count` values for each channel; the rest is zero.
   at::Tensor tell(double count, std::int64_t num_channels, const at::TensorOptions& options);
@@ -40,7 +40,13 @@ class Layer {
   void give_up() noexcept;
 
  private:
-  std::int64_t num_calls() const;
+  // The counter of batches, which LibTorch raises with each call, and how often it was written.
+  struct Counter {
+    std::int64_t batches = 0;
+    std::int64_t version = 0;
+  };
+  Counter look() const;
+  std::int64_t num_calls(const Counter& now) const;
 
   // Constant after construction.
   const std::shared_ptr<World> world_;
@@ -50,7 +56,7 @@ class Layer {
   const std::int64_t num_channels_;
   const at::Tensor num_batches_;
 
-  std::int64_t num_batches_then_;  // at the last call that came here
+  Counter then_;  // at the last call that came here
 };
 
 }  // namespace lockstep

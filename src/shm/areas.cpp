@@ -4,22 +4,30 @@
 
 #include <algorithm>
 
+#include "base/cause.h"
 #include "base/text.h"
 
 namespace lockstep::shm {
 
-// Claimed first and looked at then: of two ranks that allocate at once, one at least counts both.
-Segment Areas::create(std::size_t bytes) const {
+// What `take` does with the options it is given, for `bytes`. Claimed first and looked at then: of
+// two ranks that allocate at once, one at least counts both.
+template <typename Take>
+auto Areas::claiming(std::size_t bytes, const Take& take) const {
   struct Claim {
     std::atomic<std::uint64_t>& left;
     ~Claim() { left.store(0); }
   } claim{peers_.self().claimed_bytes};
   claim.left.store(bytes);
-  return Segment::create(
-      bytes,
-      {.system_root = peers_.system_root,
-       .claimed_by_others = [&](std::uint64_t group) { return peers_.claimed_by_others(group); },
-       .on_taken = [&](std::size_t taken) { claim.left.fetch_sub(taken); }});
+  try {
+    return take(
+        SegmentOptions{.system_root = peers_.system_root,
+                       .claimed_by_others = [&] { return peers_.claimed_by_others(); },
+                       .on_taken = [&](std::size_t taken) { claim.left.fetch_sub(taken); }});
+  } catch (const Error&) {
+    const int rank = peers_.my_global_rank();
+    throw_cause(cause_of(std::current_exception(), rank),
+                {.rank = rank, .operation = "shared memory"});
+  }
 }
 
 std::byte* Areas::allocate(std::size_t bytes) {
@@ -38,9 +46,12 @@ std::byte* Areas::allocate(std::size_t bytes) {
                                     "Allocate fewer and larger ones.",
                                     kMaxAreas));
     }
-    best = &own_.emplace_back(OwnArea{create(bytes), false});
+    const auto create = [&](const SegmentOptions& options) {
+      return Segment::create(bytes, options);
+    };
+    best = &own_.emplace_back(OwnArea{claiming(bytes, create), false});
     const SegmentName name = best->segment.name();
-    peers_.self().areas[own_.size() - 1] = {name.fd, name.bytes, name.address};
+    peers_.self().areas[own_.size() - 1] = {name.fd, name.inode, name.bytes, name.address};
   }
   best->is_free = false;
   return best->segment.data();
@@ -73,12 +84,23 @@ std::byte* Areas::memory(int peer, std::uint32_t index) {
   auto found = known.find(index);
   if (found == known.end()) {
     const Area& area = peers_.control(peer).areas[index];
-    found = known
-                .emplace(index,
-                         Segment::attach({peers_.process(peer), area.fd, area.bytes, area.address}))
-                .first;
+    try {
+      found = known
+                  .emplace(index, Segment::attach({peers_.process(peer), area.fd, area.inode,
+                                                   area.bytes, area.address}))
+                  .first;
+    } catch (const Error&) {
+      throw Unreachable{peer, std::current_exception()};
+    }
   }
   return found->second.data();
+}
+
+void Areas::take_reserved(std::size_t offset, std::size_t bytes) {
+  const MutexLock lock(mutex_);
+  claiming(bytes, [&](const SegmentOptions& options) {
+    peers_.segments[static_cast<std::size_t>(peers_.rank)].take(offset, bytes, options);
+  });
 }
 
 }  // namespace lockstep::shm

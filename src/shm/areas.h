@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <optional>
 #include <vector>
@@ -17,6 +18,12 @@
 #include "shm/peers.h"
 
 namespace lockstep::shm {
+
+// The memory of a rank cannot be attached: that rank is gone, or else there is an `error`.
+struct Unreachable {
+  int peer = 0;
+  std::exception_ptr error;
+};
 
 class Areas {
  public:
@@ -34,8 +41,11 @@ class Areas {
   };
   std::optional<Place> find(const std::byte* begin, std::size_t bytes);
 
-  // The memory of a rank's area, in this process.
+  // The memory of a rank's area, in this process. Throws Unreachable.
   std::byte* memory(int peer, std::uint32_t index);
+
+  // Takes memory that this rank's segment has reserved. Throws SystemError if there is no room.
+  void take_reserved(std::size_t offset, std::size_t bytes);
 
  private:
   struct OwnArea {
@@ -43,7 +53,8 @@ class Areas {
     bool is_free;
   };
 
-  Segment create(std::size_t bytes) const;
+  template <typename Take>
+  auto claiming(std::size_t bytes, const Take& take) const LOCKSTEP_REQUIRES(mutex_);
 
   const Peers& peers_;
   Mutex mutex_;

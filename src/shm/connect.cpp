@@ -92,8 +92,10 @@ std::optional<Limit> exceeded(const std::vector<Introduction>& all,
   return std::nullopt;
 }
 
-Segment make_segment(const std::string& system_root) {
-  Segment segment = Segment::create(kSegmentBytes, {.system_root = system_root});
+Segment make_segment(const GroupOptions& options) {
+  Segment segment = Segment::create(
+      kSegmentBytes, {.system_root = options.system_root,
+                      .reserved_bytes = channel_offset(options.size) - kSegmentBytes});
   auto* control = new (segment.data()) Control;
   control->magic = kShmMagic;
   control->version = kShmVersion;
@@ -101,18 +103,19 @@ Segment make_segment(const std::string& system_root) {
 }
 
 std::string to_text(const SegmentName& name) {
-  return text::format("{} {} {} {} {}", name.owner.pid, name.owner.start_time, name.fd, name.bytes,
-                      name.address);
+  return text::format("{} {} {} {} {} {}", name.owner.pid, name.owner.start_time, name.fd,
+                      name.inode, name.bytes, name.address);
 }
 
 SegmentName read_name(const std::string& text) {
   SegmentName name;
-  std::istringstream(text) >> name.owner.pid >> name.owner.start_time >> name.fd >> name.bytes >>
-      name.address;
+  std::istringstream(text) >> name.owner.pid >> name.owner.start_time >> name.fd >> name.inode >>
+      name.bytes >> name.address;
   return name;
 }
 
-// What `step` gives on all ranks. If it throws on one, all ranks throw that.
+}  // namespace
+
 std::vector<std::string> do_together(const Peers& peers, const Exchange& exchange,
                                      const std::function<std::string()>& step) {
   constexpr char kDone = '+';
@@ -120,7 +123,7 @@ std::vector<std::string> do_together(const Peers& peers, const Exchange& exchang
   std::string mine;
   try {
     mine = kDone + step();
-  } catch (const Error&) {
+  } catch (...) {
     mine = kFailed + to_text(cause_of(std::current_exception(), peers.my_global_rank()));
   }
   std::vector<std::string> all = exchange(mine);
@@ -133,8 +136,6 @@ std::vector<std::string> do_together(const Peers& peers, const Exchange& exchang
   }
   return all;
 }
-
-}  // namespace
 
 Peers connect(const GroupOptions& options, const Exchange& exchange) {
   if (options.size < 1 || options.size > collective::kMaxRanks || options.rank < 0 ||
@@ -175,12 +176,12 @@ Peers connect(const GroupOptions& options, const Exchange& exchange) {
   if (const auto limit = exceeded(all, &Introduction::memory_limits, kSegmentBytes)) {
     throw_no_room(kSegmentBytes * all.size(),
                   text::format("{} for the {} ranks of this host", text_of(*limit), all.size()),
-                  ENOMEM);
+                  ENOMEM, peers.my_global_rank());
   }
 
   std::optional<Segment> mine;
   const auto names = do_together(peers, exchange, [&] {
-    mine.emplace(make_segment(options.system_root));
+    mine.emplace(make_segment(options));
     return to_text(mine->name());
   });
   // Nobody goes away before all have attached.

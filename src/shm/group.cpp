@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 #include "base/cause.h"
 #include "base/log.h"
@@ -21,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 // Dead and failed peers are looked for this often while waiting.
 constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50);
+constexpr auto kTimeToDie = std::chrono::seconds(1);
 constexpr auto kFirstWarning = std::chrono::seconds(10);
 
 // How much longer than its timeout a rank waits for one that waits for another host.
@@ -67,7 +69,9 @@ void Group::forget_requests() {
 std::byte* Group::allocate(std::size_t bytes) {
   try {
     return areas_.allocate(bytes);
-  } catch (const SystemError&) {
+  } catch (const UsageError&) {
+    throw;
+  } catch (...) {
     const MutexLock lock(mutex_);
     fail(std::current_exception());
   }
@@ -100,8 +104,27 @@ std::shared_ptr<MessageRequest> Group::start(Message message) {
 }
 
 bool Group::progress(bool is_waiting) {
-  const bool has_moved = pieces_.progress(is_waiting);
-  return (!messages_.is_idle() && messages_.progress()) || has_moved;
+  try {
+    const bool has_moved = pieces_.progress(is_waiting);
+    return (!messages_.is_idle() && messages_.progress()) || has_moved;
+  } catch (const Unreachable& memory) {
+    throw_unreachable(memory);
+  }
+}
+
+// The descriptors of a process that ends are gone a moment before it counts as dead.
+void Group::throw_unreachable(const Unreachable& memory) const {
+  const auto until = Clock::now() + kTimeToDie;
+  PeerState state = look_at(memory.peer);
+  while (state.is_fine() && Clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    state = look_at(memory.peer);
+  }
+  if (!state.is_fine()) throw_lost(memory.peer, state, pieces_.oldest_activity());
+  const Cause cause = cause_of(memory.error, peers_.my_global_rank());
+  throw_cause(cause, {.rank = peers_.my_global_rank(),
+                      .peer = peers_.global_rank(memory.peer),
+                      .operation = "shared memory"});
 }
 
 bool Group::is_done(const Request& request) {

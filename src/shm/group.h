@@ -96,6 +96,7 @@ class Group final : public collective::Runner {
   };
   PeerState look_at(int peer) const;
   [[noreturn]] void throw_lost(int peer, const PeerState& its, const Activity& activity) const;
+  [[noreturn]] void throw_unreachable(const Unreachable& memory) const LOCKSTEP_REQUIRES(mutex_);
   std::string describe(int peer) const;
   std::vector<int> missing_ranks() const LOCKSTEP_REQUIRES(mutex_);
   void warn_of(const Request& request) const LOCKSTEP_REQUIRES(mutex_);

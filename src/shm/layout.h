@@ -31,7 +31,7 @@ using collective::Reduction;
 using collective::Signature;
 
 constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
-constexpr std::uint32_t kShmVersion = 4;                 // of everything in this file
+constexpr std::uint32_t kShmVersion = 5;                 // of everything in this file
 
 constexpr std::uint64_t kSlots = 64;       // pieces in flight
 constexpr std::size_t kTinyBytes = 8;      // inputs up to this size travel in the slot
@@ -71,6 +71,7 @@ static_assert(sizeof(Slot) == 3 * kLine);
 // Memory for zero-copy operations: a segment that peers attach when they first meet it.
 struct Area {
   std::int32_t fd;
+  std::uint64_t inode;
   std::uint64_t bytes;
   std::uint64_t address;
 };
@@ -87,19 +88,20 @@ struct alignas(kLine) Control {
   std::atomic<std::uint64_t> claimed_bytes{0};  // memory that this rank is about to take
   alignas(kLine) std::atomic<RankState> state{RankState::kRunning};
   char cause[kCauseBytes];  // a Cause as a text; valid once state is kFailed
-  alignas(
-      kLine) std::array<Area, kMaxAreas> areas;  // written before a record or a channel names them
-  // By receiver: 1 + the index of the area with the Channel to it, or 0.
-  std::array<std::atomic<std::uint32_t>, collective::kMaxRanks> channels{};
+  alignas(kLine) std::array<Area, kMaxAreas> areas;  // written before a record names them
+  std::atomic<std::uint64_t> channels{0};            // a bit for each rank with a Channel to it
   std::array<Slot, kSlots> slots;
   alignas(kLine) std::array<std::array<std::byte, kSmallBytes>, kSmallBuffers> small_buffers;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(collective::kMaxRanks <= 64);  // bits of Control::channels
 static_assert(std::atomic<RankState>::is_always_lock_free);
 
-// Messages from one rank to another: a ring of cells in an area of the sender's, made for its first
-// message to that receiver. A message takes as many cells in a row as it needs, at least one.
+// Messages from one rank to another: a ring of cells in the sender's segment. Its place is
+// reserved, and becomes memory with the first message to that receiver, who has it mapped from the
+// start: what is in there arrives, even if the sender is gone by then. A message takes as many
+// cells in a row as it needs, at least one.
 constexpr std::size_t kCellBytes = 16 << 10;
 constexpr std::size_t kCells = 4;
 
@@ -116,8 +118,13 @@ struct alignas(kLine) Channel {
   std::array<Cell, kCells> cells;
 };
 
-// A segment: Control and staging memory.
+// A segment: Control, staging memory, and places for the channels to all ranks.
 constexpr std::size_t kStagingOffset = (sizeof(Control) + 4095) / 4096 * 4096;
 constexpr std::size_t kSegmentBytes = kStagingOffset + kStagingPieces * kPieceBytes;
+constexpr std::size_t kChannelBytes = (sizeof(Channel) + 4095) / 4096 * 4096;
+
+constexpr std::size_t channel_offset(int receiver) {
+  return kSegmentBytes + static_cast<std::size_t>(receiver) * kChannelBytes;
+}
 
 }  // namespace lockstep::shm

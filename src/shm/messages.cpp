@@ -18,29 +18,16 @@ void Messages::check(const Message& message) const {
                                 message.peer, peers_.size, peers_.size - 1));
 }
 
-Channel& Messages::channel_to(int peer) {
-  Channel*& channel = to_[static_cast<std::size_t>(peer)];
-  if (channel == nullptr) {
-    std::byte* memory = areas_.allocate(sizeof(Channel));
-    channel = new (memory) Channel;
-    const std::uint32_t index = areas_.find(memory, sizeof(Channel))->index;
-    peers_.self().channels[static_cast<std::size_t>(peer)].store(index + 1);
-  }
-  return *channel;
-}
-
-Channel* Messages::channel_from(int peer) {
-  Channel*& channel = from_[static_cast<std::size_t>(peer)];
-  if (channel == nullptr) {
-    const auto rank = static_cast<std::size_t>(peers_.rank);
-    const std::uint32_t number = peers_.control(peer).channels[rank].load();
-    if (number != 0) channel = reinterpret_cast<Channel*>(areas_.memory(peer, number - 1));
-  }
-  return channel;
+void Messages::make_channel_to(int peer) {
+  std::atomic<std::uint64_t>& channels = peers_.self().channels;
+  if ((channels.load(std::memory_order_relaxed) & bit(peer)) != 0) return;
+  areas_.take_reserved(channel_offset(peer), kChannelBytes);
+  new (&peers_.channel(peers_.rank, peer)) Channel;
+  channels.fetch_or(bit(peer));
 }
 
 std::shared_ptr<PendingMessage> Messages::add(Message message) {
-  if (message.is_send) channel_to(message.peer);
+  if (message.is_send) make_channel_to(message.peer);
   auto request = std::make_shared<PendingMessage>();
   request->message = std::move(message);
   (request->message.is_send ? outgoing_ : expected_).push_back(request);
@@ -52,9 +39,9 @@ bool Messages::progress() {
   // A ring belongs to the first message in it: later ones to the same rank wait for their turn.
   std::uint64_t busy = 0;
   for (const auto& request : outgoing_) {
-    const std::uint64_t bit = std::uint64_t{1} << request->message.peer;
-    if ((busy & bit) == 0) has_moved |= send_cells(*request);
-    if (!request->is_done) busy |= bit;
+    const std::uint64_t peer = bit(request->message.peer);
+    if ((busy & peer) == 0) has_moved |= send_cells(*request);
+    if (!request->is_done) busy |= peer;
   }
   std::erase_if(outgoing_, [](const auto& request) { return request->is_done; });
   for (int peer = 0; peer < peers_.size; ++peer) has_moved |= receive_cells(peer);
@@ -63,7 +50,7 @@ bool Messages::progress() {
 
 bool Messages::send_cells(PendingMessage& request) {
   const Message& message = request.message;
-  Channel& channel = channel_to(message.peer);
+  Channel& channel = peers_.channel(peers_.rank, message.peer);
   bool has_moved = false;
   while (!request.is_done) {
     const std::uint64_t number = channel.num_written.load(std::memory_order_relaxed);
@@ -84,13 +71,13 @@ bool Messages::send_cells(PendingMessage& request) {
 }
 
 bool Messages::receive_cells(int peer) {
-  Channel* const channel = channel_from(peer);
-  if (channel == nullptr) return false;
+  if ((peers_.control(peer).channels.load() & bit(peers_.rank)) == 0) return false;
+  Channel& channel = peers_.channel(peer, peers_.rank);
   bool has_moved = false;
   while (true) {
-    const std::uint64_t number = channel->num_read.load(std::memory_order_relaxed);
-    if (channel->num_written.load() == number) break;
-    const Cell& cell = channel->cells[number % kCells];
+    const std::uint64_t number = channel.num_read.load(std::memory_order_relaxed);
+    if (channel.num_written.load() == number) break;
+    const Cell& cell = channel.cells[number % kCells];
     Arriving& message = arriving_[static_cast<std::size_t>(peer)];
     if (message.data.empty()) {
       message.from = peer;
@@ -103,7 +90,7 @@ bool Messages::receive_cells(int peer) {
       unexpected_.push_back(std::move(message));
       message = {};
     }
-    channel->num_read.store(number + 1);
+    channel.num_read.store(number + 1);
     has_moved = true;
   }
   if (has_moved) ring(peers_.control(peer));

@@ -2,8 +2,8 @@
 //
 // From the sender's memory through a ring of cells (layout.h, Channel) to the receiver's, or, if it
 // has not asked yet, to memory of its own until it does. So two ranks that send to each other at
-// once cannot block each other. A ring is made for the first message of a pair: ranks that send
-// none need no memory. Threading: guarded by the group's mutex.
+// once cannot block each other. A ring takes memory with the first message of a pair: ranks
+// that send none need none. Threading: guarded by the group's mutex.
 #pragma once
 
 #include <deque>
@@ -27,11 +27,7 @@ struct PendingMessage : collective::MessageRequest {
 class Messages {
  public:
   Messages(const Peers& peers, Areas& areas)
-      : peers_(peers),
-        areas_(areas),
-        to_(static_cast<std::size_t>(peers.size)),
-        from_(to_.size()),
-        arriving_(to_.size()) {}
+      : peers_(peers), areas_(areas), arriving_(static_cast<std::size_t>(peers.size)) {}
 
   // Throws UsageError if there is no such rank.
   void check(const Message& message) const;
@@ -61,8 +57,8 @@ class Messages {
   };
   using Pending = std::shared_ptr<PendingMessage>;
 
-  Channel& channel_to(int peer);
-  Channel* channel_from(int peer);  // null if it has not sent anything
+  static std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
+  void make_channel_to(int peer);  // unless it is there
   bool send_cells(PendingMessage& request);
   bool receive_cells(int peer);
   bool deliver_unexpected();
@@ -71,8 +67,6 @@ class Messages {
 
   const Peers& peers_;
   Areas& areas_;
-  std::vector<Channel*> to_;    // by rank; null as long as it is not needed
-  std::vector<Channel*> from_;  // likewise
   std::deque<Pending> outgoing_;
   std::deque<Pending> expected_;     // receives that no message has come for
   std::vector<Arriving> arriving_;   // by sender: the message under way

@@ -3,7 +3,7 @@
 // Threading: constant after construction.
 #pragma once
 
-#include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -39,15 +39,22 @@ struct Peers {
   }
   const ProcessId& process(int peer) const { return processes[static_cast<std::size_t>(peer)]; }
 
-  // Bytes that the other ranks under the limit of a group are about to take.
-  double claimed_by_others(std::uint64_t group) const {
-    double bytes = 0;
+  Channel& channel(int sender, int receiver) const {
+    std::byte* segment = segments[static_cast<std::size_t>(sender)].data();
+    return *reinterpret_cast<Channel*>(segment + channel_offset(receiver));
+  }
+
+  // By group: bytes that the other ranks under its limit are about to take.
+  std::map<std::uint64_t, double> claimed_by_others() const {
+    std::map<std::uint64_t, double> claims;
     for (int peer = 0; peer < size; ++peer) {
-      const auto& groups = memory_groups[static_cast<std::size_t>(peer)];
-      if (peer == rank || std::ranges::find(groups, group) == groups.end()) continue;
-      bytes += static_cast<double>(control(peer).claimed_bytes.load());
+      if (peer == rank) continue;
+      const auto bytes = static_cast<double>(control(peer).claimed_bytes.load());
+      for (const std::uint64_t group : memory_groups[static_cast<std::size_t>(peer)]) {
+        claims[group] += bytes;
+      }
     }
-    return bytes;
+    return claims;
   }
 
   // Wakes all others that sleep.

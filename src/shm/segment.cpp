@@ -25,19 +25,31 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr std::size_t kStepBytes = 64 << 20;
 
 void check_room(std::size_t bytes, const SegmentOptions& options) {
-  // The kernel would answer a larger demand by killing a process: ask before.
+  // The kernel would answer a larger demand by killing a process: ask before. Claims first, then
+  // limits: what another rank takes in between counts twice, rather than not at all.
+  std::map<std::uint64_t, double> claims;
+  if (options.claimed_by_others) claims = options.claimed_by_others();
   for (const Limit& limit : memory_limits_here(options.system_root)) {
-    const double others = options.claimed_by_others ? options.claimed_by_others(limit.group) : 0;
+    const double others = claims[limit.group];
     if (static_cast<double>(bytes) + others <= limit.amount) continue;
     std::string reason = text_of(limit);
     if (others > 0) reason += text::format(", and other ranks are about to take {:.0f}", others);
     throw_no_room(bytes, reason, ENOMEM);
   }
+}
+
+void check_file_size(std::size_t bytes) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
     throw_no_room(bytes, text::format("the limit on file sizes is {} (ulimit -f)", limit.rlim_cur),
                   EFBIG);
   }
+}
+
+// 0 if there is no such file.
+std::uint64_t inode_of(int fd) {
+  struct stat status {};
+  return ::fstat(fd, &status) == 0 ? status.st_ino : 0;
 }
 
 std::byte* map(int fd, std::size_t bytes) {
@@ -58,8 +70,8 @@ std::byte* map(int fd, std::size_t bytes) {
 
 }  // namespace
 
-void throw_no_room(std::size_t bytes, const std::string& reason, int code) {
-  throw SystemError({.operation = "shared memory"}, code,
+void throw_no_room(std::size_t bytes, const std::string& reason, int code, int rank) {
+  throw SystemError({.rank = rank, .operation = "shared memory"}, code,
                     text::format("{} bytes of shared memory are needed, but {}.\nGive the job more "
                                  "memory, use fewer ranks, or choose the engine \"gloo\".",
                                  bytes, reason));
@@ -83,31 +95,44 @@ std::vector<Limit> memory_limits_here(const std::string& system_root) {
 
 Segment Segment::create(std::size_t bytes, const SegmentOptions& options) {
   check_room(bytes, options);
+  const std::size_t all_bytes = bytes + options.reserved_bytes;
+  check_file_size(all_bytes);
   Fd fd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("cannot make a memory file", "Raise the limit on open files (ulimit -n).");
-  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
-    throw_no_room(bytes, text::format("the memory file cannot grow: {}", std::strerror(errno)),
+  if (::ftruncate(fd.get(), static_cast<off_t>(all_bytes)) != 0) {
+    throw_no_room(all_bytes, text::format("the memory file cannot grow: {}", std::strerror(errno)),
                   errno);
   }
-  std::byte* data = map(fd.get(), bytes);
-  Segment segment(std::move(fd), data, bytes, true);
-  // Now, not at the first touch: a machine without room says so here.
-  for (std::size_t at = 0; at < bytes; at += kStepBytes) {
-    const std::size_t step = std::min(kStepBytes, bytes - at);
-    if (::fallocate(segment.fd_.get(), 0, static_cast<off_t>(at), static_cast<off_t>(step)) != 0) {
+  std::byte* data = map(fd.get(), all_bytes);
+  Segment segment(std::move(fd), data, all_bytes, true);
+  segment.make_resident(0, bytes, options);
+  if (::fcntl(segment.fd_.get(), F_ADD_SEALS, kSeals) != 0) {
+    throw_errno("cannot seal a memory file",
+                "This kernel is too old for lockstep's engine \"shm\".");
+  }
+  return segment;
+}
+
+void Segment::take(std::size_t offset, std::size_t bytes, const SegmentOptions& options) const {
+  check_room(bytes, options);
+  make_resident(offset, bytes, options);
+}
+
+// Now, not at the first touch: a machine without room says so here.
+void Segment::make_resident(std::size_t offset, std::size_t bytes,
+                            const SegmentOptions& options) const {
+  const std::size_t end = offset + bytes;
+  for (std::size_t at = offset; at < end; at += kStepBytes) {
+    const std::size_t step = std::min(kStepBytes, end - at);
+    if (::fallocate(fd_.get(), 0, static_cast<off_t>(at), static_cast<off_t>(step)) != 0) {
       throw_no_room(bytes, text::format("the system does not give them: {}", std::strerror(errno)),
                     errno);
     }
     if (options.on_taken) options.on_taken(step);
   }
-  if (::fcntl(segment.fd_.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw_errno("cannot seal a memory file",
-                "This kernel is too old for lockstep's engine \"shm\".");
+  for (std::size_t at = offset; at < end; at += 4096) {
+    static_cast<volatile std::byte*>(data_)[at] = std::byte{0};  // into this process's page table
   }
-  for (std::size_t at = 0; at < bytes; at += 4096) {
-    static_cast<volatile std::byte*>(data)[at] = std::byte{0};  // into this process's page table
-  }
-  return segment;
 }
 
 Segment Segment::attach(const SegmentName& name) {
@@ -122,7 +147,8 @@ Segment Segment::attach(const SegmentName& name) {
   }
   struct stat status {};
   if (::fstat(fd.get(), &status) != 0 || static_cast<std::uint64_t>(status.st_size) != name.bytes ||
-      ::fcntl(fd.get(), F_GET_SEALS) != kSeals || find_process(name.owner.pid) != name.owner) {
+      status.st_ino != name.inode || ::fcntl(fd.get(), F_GET_SEALS) != kSeals ||
+      find_process(name.owner.pid) != name.owner) {
     throw MismatchError({.operation = "shared memory"},
                         text::format("Descriptor {} of process {} is not the shared memory of {} "
                                      "bytes that it announced.\nStart the job again.",
@@ -142,7 +168,8 @@ Segment::~Segment() {
 }
 
 SegmentName Segment::name() const {
-  return {this_process(), fd_.get(), bytes_, reinterpret_cast<std::uint64_t>(data_)};
+  return {this_process(), fd_.get(), inode_of(fd_.get()), bytes_,
+          reinterpret_cast<std::uint64_t>(data_)};
 }
 
 }  // namespace lockstep::shm

@@ -122,6 +122,7 @@ std::shared_ptr<shm::BoardChannel> make_channel(shm::Segment page, const EngineC
     if (!are_on_one_host(member, self)) continue;
     its_page = shm::SegmentName{.owner = {.pid = member.pid, .start_time = member.start_time},
                                 .fd = member.page_fd,
+                                .inode = member.page_inode,
                                 .bytes = page.size(),
                                 .address = member.page_address};
   }

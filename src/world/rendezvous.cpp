@@ -44,6 +44,7 @@ Json to_json(const Record& record) {
           {"local_rank", member.local_rank},
           {"num_gpus", member.num_gpus},
           {"page_fd", member.page_fd},
+          {"page_inode", member.page_inode},
           {"page_address", member.page_address},
           {"size", record.size},
           {"launcher", record.launcher},
@@ -62,6 +63,7 @@ Record record_from(const Json& json) {
                    .local_rank = json.at("local_rank"),
                    .num_gpus = json.at("num_gpus"),
                    .page_fd = json.at("page_fd"),
+                   .page_inode = json.at("page_inode"),
                    .page_address = json.at("page_address")};
   record.size = json.at("size");
   record.launcher = json.at("launcher");
@@ -94,6 +96,7 @@ class Participant {
                     .local_rank = placement.local_rank.value_or(-1),
                     .num_gpus = std::max<int>(torch::cuda::device_count(), 0),
                     .page_fd = page.fd,
+                    .page_inode = page.inode,
                     .page_address = page.address};
     self_.size = placement.size;
     self_.launcher = placement.launcher;

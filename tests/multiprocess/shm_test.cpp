@@ -5,14 +5,17 @@
 #include <lockstep/lockstep.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <future>
 #include <iostream>
+#include <optional>
 #include <random>
 #include <set>
 #include <thread>
 
+#include "base/posix.h"
 #include "support/run_ranks.h"
 
 namespace lockstep {
@@ -169,6 +172,116 @@ TEST(ShmEngine, TwoRanksMaySendToEachOtherAtOnce) {
     world.backend()->recv(in, 1 - rank, 0)->wait();
     EXPECT_TRUE(at::equal(in[0], at::full({1000000}, 1 - rank)));
   })));
+}
+
+void send(const World& world, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors = {tensor};
+  world.backend()->send(tensors, 0, 0)->wait();
+}
+
+at::Tensor receive(const World& world, std::int64_t length) {
+  std::vector<at::Tensor> tensors = {at::zeros({length})};
+  world.backend()->recv(tensors, 1, 0)->wait();
+  return tensors[0];
+}
+
+// Runs `last` on rank 1, and `then` on rank 0 once the process of rank 1 has ended.
+test::RankResults run_one_after_the_other(const std::function<void(const World&)>& last,
+                                          const std::function<void(const World&)>& then) {
+  Pipe pipe = make_pipe();  // its write end closes with rank 1
+  test::Ranks ranks(2, [&](int rank) {
+    const World world = World::join();
+    if (rank == 1) return last(world);
+    pipe.write_end.reset();
+    char none = 0;
+    EXPECT_EQ(::read(pipe.read_end.get(), &none, 1), 0);
+    then(world);
+  });
+  pipe.write_end.reset();
+  return ranks.wait();
+}
+
+TEST(ShmEngine, AMessageArrivesThoughItsSenderHasEnded) {
+  EXPECT_TRUE(all_passed(run_one_after_the_other(
+      [](const World& world) {
+        send(world, at::full({5}, 1.0F));
+        send(world, at::full({10000}, 2.0F));
+      },
+      [](const World& world) {
+        EXPECT_TRUE(at::equal(receive(world, 5), at::full({5}, 1.0F)));
+        EXPECT_TRUE(at::equal(receive(world, 10000), at::full({10000}, 2.0F)));
+        try {
+          receive(world, 5);
+          ADD_FAILURE() << "nothing was sent";
+        } catch (const PeerLostError& error) {
+          EXPECT_EQ(error.rank(), 0);
+          EXPECT_EQ(error.peer(), 1);
+        }
+      })));
+}
+
+// The descriptors of a world that has ended are used again by the next.
+TEST(ShmEngine, AMessageOfAWorldThatHasEndedIsNotTakenFromTheNext) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join();
+    auto first = std::make_optional(world.duplicate("first"));
+    if (rank == 1) {
+      send(*first, at::full({5}, 1.0F));
+      first.reset();
+    }
+    const World second = world.duplicate("second");
+    if (rank == 1) send(second, at::full({5}, 2.0F));
+    world.barrier();
+    if (rank == 0) {
+      EXPECT_TRUE(at::equal(receive(*first, 5), at::full({5}, 1.0F)));
+      EXPECT_TRUE(at::equal(receive(second, 5), at::full({5}, 2.0F)));
+    }
+    world.barrier();
+  })));
+}
+
+TEST(ShmEngine, WhatAKilledRankHasSentArrivesAndTheRestIsLost) {
+  const auto results = run_one_after_the_other(
+      [](const World& world) {
+        send(world, at::full({5}, 1.0F));
+        std::vector<at::Tensor> large = {at::zeros({1000000})};  // far more than the ring holds
+        const auto work = world.backend()->send(large, 0, 0);
+        ::raise(SIGKILL);
+      },
+      [](const World& world) {
+        EXPECT_TRUE(at::equal(receive(world, 5), at::full({5}, 1.0F)));
+        try {
+          receive(world, 1000000);
+          ADD_FAILURE() << "it was not sent in full";
+        } catch (const PeerLostError& error) {
+          EXPECT_EQ(error.rank(), 0);
+          EXPECT_EQ(error.peer(), 1);
+        }
+      });
+  EXPECT_TRUE(results[0].status.is_ok()) << test::show(results);
+}
+
+// The operation is posted, and its memory gone before rank 0 has met it.
+TEST(ShmEngine, MemoryThatWentWithItsRankIsALostRank) {
+  const auto reduce = [](const World& world) {
+    std::vector<at::Tensor> tensors = {world.backend()->allocateTensor(100000, at::kFloat).zero_()};
+    return world.backend()->allreduce(tensors);
+  };
+  const auto results = run_one_after_the_other(
+      [&](const World& world) {
+        const auto work = reduce(world);
+        ::raise(SIGKILL);
+      },
+      [&](const World& world) {
+        try {
+          reduce(world)->wait();
+          ADD_FAILURE() << "rank 1 cannot have done its part";
+        } catch (const PeerLostError& error) {
+          EXPECT_EQ(error.rank(), 0);
+          EXPECT_EQ(error.peer(), 1);
+        }
+      });
+  EXPECT_TRUE(results[0].status.is_ok()) << test::show(results);
 }
 
 // What has a name in /dev/shm, but for OpenMPI's files: its tests may run at the same time.

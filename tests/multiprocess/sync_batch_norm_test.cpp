@@ -201,6 +201,35 @@ TEST(SyncBatchNorm, ABatchOfOneRowIsRefusedOnAllRanks) {
   })));
 }
 
+// Rank 0 has loaded weights, and others write the counter of batches, too.
+TEST(SyncBatchNorm, TheCounterOfBatchesMayBeWrittenByAnybody) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    for (const int loaded : {1000, 1, 2}) {
+      nn::BatchNorm1d layer(4);
+      const nn::Sequential model(layer);
+      const auto call = [&](int rows) { layer(at::randn({rows, 4})); };
+      if (rank == 0) layer->num_batches_tracked.fill_(loaded);
+      const SyncBatchNorm sync(model.ptr(), world);
+      const DistributedDataParallel ddp(model.ptr(), world);
+      call(8);
+      call(8);
+      EXPECT_EQ(layer->num_batches_tracked.item<std::int64_t>(), loaded + 2);
+      if (rank == 1) layer->num_batches_tracked.fill_(7000);
+      call(8);
+      call(8);
+      // A batch that was refused is found all the same.
+      if (rank == 1) {
+        EXPECT_THROW(call(1), c10::Error);
+      }
+      const std::string left_out = text_of([&] { call(8); });
+      EXPECT_NE(left_out.find("was called 1 times on rank 0, but 2 times on rank 1"),
+                std::string::npos)
+          << left_out;
+    }
+  })));
+}
+
 TEST(SyncBatchNorm, DifferentLayersAtOnceAreAnError) {
   EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
     const World world = World::join({.timeout = std::chrono::seconds(20)});

@@ -491,6 +491,7 @@ TEST(Group, MemoryForAllRanksIsCheckedBeforeOneTakesIt) {
       ADD_FAILURE();
     } catch (const SystemError& error) {
       ++num_refused;
+      EXPECT_EQ(error.rank(), options.rank);
       EXPECT_EQ(error.code(), ENOMEM);
       const std::string expected =
           std::to_string(kSegmentBytes * 2) +
@@ -525,6 +526,7 @@ TEST(Group, OneRankWithoutRoomIsAnErrorOnAll) {
       ADD_FAILURE();
     } catch (const SystemError& error) {
       ++num_refused;
+      EXPECT_EQ(error.rank(), group.rank());
       EXPECT_EQ(error.message().starts_with("Because rank 1: "), group.rank() == 0);
       EXPECT_NE(error.message().find(std::to_string(2 * kSegmentBytes) +
                                      " bytes of shared memory are needed"),
@@ -535,6 +537,30 @@ TEST(Group, OneRankWithoutRoomIsAnErrorOnAll) {
     exchange("done");
   });
   EXPECT_EQ(num_refused, 2);
+}
+
+// Nobody is left waiting in the exchange, whatever one rank throws.
+TEST(Group, AnyExceptionWhileRanksConnectIsAnErrorOnAll) {
+  const test::FakeSystem system;
+  std::atomic<int> num_errors{0};
+  run_on({&system, &system}, [&](const GroupOptions& options, const Exchange& exchange) {
+    Peers peers;
+    peers.rank = options.rank;
+    peers.size = options.size;
+    try {
+      do_together(peers, exchange, [&]() -> std::string {
+        if (options.rank == 1) throw std::bad_alloc();
+        return {};
+      });
+      ADD_FAILURE();
+    } catch (const SystemError& error) {
+      ++num_errors;
+      EXPECT_EQ(error.rank(), options.rank);
+      EXPECT_EQ(error.message(),
+                options.rank == 0 ? "Because rank 1: std::bad_alloc" : "std::bad_alloc");
+    }
+  });
+  EXPECT_EQ(num_errors, 2);
 }
 
 TEST(Group, WhatOtherRanksAreAboutToTakeCounts) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <lockstep/error.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <limits>
 
 #include "base/cgroup.h"
+#include "support/fake_system.h"
 #include "unit/shm/thread_ranks.h"
 
 namespace lockstep::shm {
@@ -67,15 +69,18 @@ TEST(Segment, OfAnotherUserCannotBeAttached) {
 
 TEST(Segment, ThatIsNotTheOneNamedIsRefused) {
   const Segment segment = Segment::create(8192);
+  const Segment twin = Segment::create(8192);
   const Fd other = make_memfd("other");
   ASSERT_EQ(::ftruncate(other.get(), 8192), 0);  // of the same size, but not sealed
   SegmentName other_size = segment.name();
   other_size.bytes = 4096;
   SegmentName other_file = segment.name();
   other_file.fd = other.get();
+  SegmentName other_segment = segment.name();  // as if the number had been used again
+  other_segment.fd = twin.name().fd;
   SegmentName other_process = segment.name();
   other_process.owner.start_time += 1;
-  for (const SegmentName& name : {other_size, other_file, other_process}) {
+  for (const SegmentName& name : {other_size, other_file, other_segment, other_process}) {
     EXPECT_EQ(in_child([&] {
                 try {
                   Segment::attach(name);
@@ -86,6 +91,36 @@ TEST(Segment, ThatIsNotTheOneNamedIsRefused) {
               }),
               0);
   }
+}
+
+TEST(Segment, WhatIsReservedTakesMemoryLater) {
+  constexpr std::size_t kBytes = 1 << 20;
+  const Segment segment = Segment::create(kBytes, {.reserved_bytes = 4 * kBytes});
+  EXPECT_EQ(segment.size(), 5 * kBytes);
+  const auto resident = [&] {
+    struct stat status {};
+    ::fstat(segment.name().fd, &status);
+    return static_cast<std::size_t>(status.st_blocks) * 512;
+  };
+  EXPECT_EQ(resident(), kBytes);
+  segment.take(2 * kBytes, kBytes, {});
+  EXPECT_EQ(resident(), 2 * kBytes);
+  for (std::size_t i = 2 * kBytes; i < 3 * kBytes; ++i) ASSERT_EQ(segment.data()[i], std::byte{0});
+  const test::FakeSystem full;
+  full.write("/proc/meminfo", "MemAvailable: 1 kB");
+  EXPECT_THROW(segment.take(3 * kBytes, kBytes, {.system_root = full.root()}), SystemError);
+}
+
+// Another rank that does so while this one looks has no claim any more, or less memory is left.
+TEST(Segment, WhatIsTakenMeanwhileCounts) {
+  const test::FakeSystem system;
+  system.write("/proc/meminfo", "MemAvailable: 1024 kB");
+  const auto take_all = [&] {
+    system.write("/proc/meminfo", "MemAvailable: 0 kB");
+    return std::map<std::uint64_t, double>();
+  };
+  EXPECT_THROW(Segment::create(8192, {.system_root = system.root(), .claimed_by_others = take_all}),
+               SystemError);
 }
 
 // What the error says if the limit `resource` leaves no room for 64 MiB.
