@@ -250,6 +250,28 @@ TEST_P(Calls, AFutureDoesNotWaitForAnother) {
   });
 }
 
+TEST_P(Calls, AMessageTimesOutWhileOperationsGoOn) {
+  run(2, [](const World& world) {
+    std::thread waiting;
+    if (world.rank() == 0) {
+      waiting = std::thread([&] {
+        world.backend()->setTimeout(seconds(2));
+        Tensors tensors = {at::ones({1000})};
+        const Work work = world.backend()->recv(tensors, 1, 0);
+        EXPECT_FALSE(work->isCompleted());
+        EXPECT_THROW(work->wait(), TimeoutError);
+      });
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const auto go_on = [&] {
+      while (std::chrono::steady_clock::now() - start < seconds(20)) world.sum(1);
+    };
+    EXPECT_THROW(go_on(), Error) << "the message's failure is the engine's";
+    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(12));
+    if (waiting.joinable()) waiting.join();
+  });
+}
+
 TEST_P(Calls, AllFuturesAreCompleteWhenTheWorldHasEnded) {
   run_ranks(2, [](int rank) {
     std::vector<Future> futures;

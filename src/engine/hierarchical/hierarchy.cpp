@@ -106,17 +106,18 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
     }
   }
   shm::BoardWait board_wait(until == kNoLimit ? channel_.get() : nullptr, request.number);
+  auto next_check = Clock::now() + kPeerCheckInterval;
   const MutexLock lock(mutex_);
   while (!request.is_done) {
     throw_if_failed();
-    const bool has_changed =
-        changed_.wait_until(mutex_, std::min(until, Clock::now() + kPeerCheckInterval));
+    changed_.wait_until(mutex_, std::min(until, next_check));
     if (request.is_done) break;
-    if (Clock::now() >= until) return false;
-    if (has_changed) continue;
+    const auto now = Clock::now();
+    if (now >= until) return false;
+    if (now < next_check) continue;
+    next_check = now + kPeerCheckInterval;
     const MutexUnlock unlock(mutex_);
-    check_wait(request, until == kNoLimit ? Clock::now() - start : Clock::duration::zero(),
-               board_wait);
+    check_wait(request, until == kNoLimit ? now - start : Clock::duration::zero(), board_wait);
   }
   return true;
 }
