@@ -210,9 +210,10 @@ void Hierarchy::fail(std::exception_ptr error) {
     const MutexUnlock unlock(mutex_);
     wire_.interrupt();  // callers' messages end, too
     steps_->drop();
-    steps_.reset();  // messages that the engine cannot take back keep it
     error = first_cause(std::move(error), activity);
     local_->give_up(error);
+    // Until here a caller's thread may move what the host is at, which refers to these steps.
+    steps_.reset();  // messages that the engine cannot take back keep it
     wire_.leave(cause_of(error, rank()));
   }
   failure_ = error;
