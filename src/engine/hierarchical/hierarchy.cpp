@@ -135,7 +135,7 @@ void Hierarchy::check_wait(const Request& request, Clock::duration waited,
       board_wait.look(waited, [&] { return activity; });
       check_peers(activity);
     }
-  } catch (const Error&) {
+  } catch (...) {
     const MutexLock lock(mutex_);
     interrupt(std::current_exception());
   }
@@ -234,7 +234,7 @@ std::exception_ptr Hierarchy::first_cause(std::exception_ptr error, const Activi
     while (Clock::now() < deadline) {
       try {
         throw_what_others_know(activity);
-      } catch (const Error&) {
+      } catch (...) {
         return std::current_exception();
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -305,15 +305,17 @@ void Hierarchy::wait_by_worker(MessageTask& task) {
 
 // Whatever goes wrong is the end: callers find it in failure_.
 void Hierarchy::wait_for(MessageTask& task, std::chrono::milliseconds timeout) {
+  const Activity activity{task.message.name(), task.message.name()};
   try {
-    const int peer =
-        wire_.wait_for_message(task.parcel, {task.message.name(), task.message.name()}, timeout);
+    const int peer = wire_.wait_for_message(task.parcel, activity, timeout);
     const MutexLock lock(mutex_);
     task.message.peer = peer;
     task.is_done = true;
+  } catch (const WireInterrupted&) {  // NOLINT: whoever interrupted knows why
   } catch (...) {
+    const auto cause = first_cause(std::current_exception(), activity);
     const MutexLock lock(mutex_);
-    interrupt(std::current_exception());
+    interrupt(cause);
   }
   changed_.notify_all();
 }
