@@ -2,6 +2,8 @@
 
 #include <lockstep/error.h>
 
+#include <system_error>
+
 #include "base/text.h"
 
 namespace lockstep {
@@ -44,21 +46,21 @@ bool RunnerWork::wait(std::chrono::milliseconds limit) {
   constexpr auto kLongest = std::chrono::hours(24 * 365);  // what is longer is no limit
   const auto until =
       limit <= kNoTimeout || limit > kLongest ? collective::Runner::kNoLimit : Clock::now() + limit;
-  const collective::Request* late = nullptr;
-  std::exception_ptr error;
+  const Waited waited = wait_for_requests(until);
+  if (waited.late != nullptr) throw_not_done(*waited.late, limit);
+  if (const auto error = end(waited.error)) std::rethrow_exception(error);
+  return true;
+}
+
+RunnerWork::Waited RunnerWork::wait_for_requests(collective::Runner::TimePoint until) {
   try {
     for (const auto& request : requests_) {
-      if (runner_->wait_until(*request, until)) continue;
-      late = request.get();
-      break;
+      if (!runner_->wait_until(*request, until)) return {.late = request.get()};
     }
   } catch (...) {
-    error = std::current_exception();
+    return {.error = std::current_exception()};
   }
-  if (late != nullptr) throw_not_done(*late, limit);
-  error = end(std::move(error));
-  if (error) std::rethrow_exception(error);
-  return true;
+  return {};
 }
 
 void RunnerWork::throw_not_done(const collective::Request& request,
@@ -144,36 +146,58 @@ std::exception_ptr RunnerWork::end(std::exception_ptr error) {
   return error;
 }
 
-namespace {
-
-// What goes wrong is in the work and in its future.
-void wait_quietly(RunnerWork& work) noexcept {
+// What callbacks throw is theirs: what goes wrong here is in the work and in its future.
+void FutureDriver::complete(RunnerWork& work, std::exception_ptr error) noexcept {
   try {
-    work.wait(kNoTimeout);
+    work.end(std::move(error));
   } catch (...) {  // NOLINT: see above
   }
 }
 
-}  // namespace
-
 void FutureDriver::drive(c10::intrusive_ptr<RunnerWork> work) {
-  if (work->is_message()) return workers_.run([work] { wait_quietly(*work); });
+  if (work->is_message()) {
+    return workers_.run(
+        [work] { complete(*work, work->wait_for_requests(collective::Runner::kNoLimit).error); });
+  }
   const MutexLock lock(operations_->mutex);
-  if (!operations_->has_thread) workers_.run([queue = operations_] { run(*queue); });
+  if (!operations_->has_thread) workers_.run([this, queue = operations_] { run(queue); });
   operations_->has_thread = true;
   operations_->works.push_back(std::move(work));
 }
 
-void FutureDriver::run(Queue& queue) {
-  const MutexLock lock(queue.mutex);
-  while (!queue.works.empty()) {
-    auto work = std::move(queue.works.front());
-    queue.works.pop_front();
-    const MutexUnlock unlock(queue.mutex);
-    wait_quietly(*work);
-    work.reset();  // without the lock
+// A callback may wait for a later future, so another thread has the queue before callbacks run. It
+// may also destroy the driver: after callbacks, only the queue is there.
+void FutureDriver::run(const std::shared_ptr<Queue>& queue) {
+  bool is_alone = false;  // there can be no more threads
+  const MutexLock lock(queue->mutex);
+  while (!queue->works.empty()) {
+    auto work = std::move(queue->works.front());
+    queue->works.pop_front();
+    std::exception_ptr error;
+    {
+      const MutexUnlock unlock(queue->mutex);
+      error = work->wait_for_requests(collective::Runner::kNoLimit).error;
+    }
+    is_alone = is_alone || !hand_over(queue);
+    {
+      const MutexUnlock unlock(queue->mutex);
+      complete(*work, std::move(error));
+      work.reset();  // without the lock
+    }
+    if (!is_alone) return;
   }
-  queue.has_thread = false;
+  queue->has_thread = false;
+}
+
+// Without works, drive() starts the next thread. Returns whether the queue is another's.
+bool FutureDriver::hand_over(const std::shared_ptr<Queue>& queue) {
+  queue->has_thread = !queue->works.empty();
+  try {
+    if (queue->has_thread) workers_.run([this, queue] { run(queue); });
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
 }
 
 }  // namespace lockstep

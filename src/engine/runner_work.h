@@ -22,8 +22,9 @@ namespace lockstep {
 class RunnerWork;
 
 // Completes the futures that callers asked for. Its threads never throw: what goes wrong is
-// stored in the future. Operations end in the order started, so one thread waits for all of them; a
-// message may end before earlier ones and has a thread to itself. All futures are complete when it
+// stored in the future. Operations end in the order started, so one thread at a time waits for all
+// of them; a message may end before earlier ones and has a thread to itself. Callbacks may wait for
+// other futures, and may run at the same time as those of others. All futures are complete when it
 // ends: the engine has left by then, which ends all waits.
 class FutureDriver {
  public:
@@ -36,7 +37,9 @@ class FutureDriver {
     std::deque<c10::intrusive_ptr<RunnerWork>> works LOCKSTEP_GUARDED_BY(mutex);
     bool has_thread LOCKSTEP_GUARDED_BY(mutex) = false;
   };
-  static void run(Queue& queue);
+  void run(const std::shared_ptr<Queue>& queue);
+  bool hand_over(const std::shared_ptr<Queue>& queue) LOCKSTEP_REQUIRES(queue->mutex);
+  static void complete(RunnerWork& work, std::exception_ptr error) noexcept;
 
   const std::shared_ptr<Queue> operations_ = std::make_shared<Queue>();
   Workers workers_;
@@ -71,6 +74,13 @@ class RunnerWork : public c10d::Work {
   bool is_message() const;
 
  private:
+  friend class FutureDriver;
+  struct Waited {
+    const collective::Request* late = nullptr;  // the first that is not done
+    std::exception_ptr error = {};
+  };
+
+  Waited wait_for_requests(collective::Runner::TimePoint until);
   bool are_requests_done() LOCKSTEP_EXCLUDES(work_mutex_);
   std::exception_ptr end(std::exception_ptr error) LOCKSTEP_EXCLUDES(work_mutex_);
   [[noreturn]] void throw_not_done(const collective::Request& request,

@@ -5,15 +5,18 @@
 namespace lockstep {
 
 Workers::~Workers() {
-  std::vector<std::thread> threads;
-  {
-    const MutexLock lock(shared_->mutex);
-    shared_->is_ending = true;
-    threads.swap(shared_->threads);
-  }
-  shared_->changed.notify_all();
-  for (std::thread& thread : threads) {
-    thread.get_id() == std::this_thread::get_id() ? thread.detach() : thread.join();
+  while (true) {
+    std::vector<std::thread> threads;
+    {
+      const MutexLock lock(shared_->mutex);
+      shared_->is_ending = true;
+      threads.swap(shared_->threads);
+    }
+    if (threads.empty()) return;
+    shared_->changed.notify_all();
+    for (std::thread& thread : threads) {
+      thread.get_id() == std::this_thread::get_id() ? thread.detach() : thread.join();
+    }
   }
 }
 

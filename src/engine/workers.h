@@ -22,7 +22,8 @@ class Workers {
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // Runs the job, which does not throw. Throws std::system_error if there can be no more threads.
+  // Runs the job, which does not throw, and may call this, too. Throws std::system_error if there
+  // can be no more threads.
   void run(std::function<void()> job);
 
  private:

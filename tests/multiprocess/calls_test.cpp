@@ -6,6 +6,7 @@
 #include <lockstep/lockstep.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -247,6 +248,83 @@ TEST_P(Calls, AFutureDoesNotWaitForAnother) {
       engine.send(out, 0, 1)->wait();
     }
     expect_usable(world);
+  });
+}
+
+// For one that it starts, as PyTorch's PowerSGD hook does, and for one that was there before.
+TEST_P(Calls, AFuturesCallbackMayWaitForOtherFutures) {
+  run(2, [](const World& world) {
+    c10d::Backend& engine = *world.backend();
+    Tensors first = {at::ones({1000})};
+    Tensors second = {at::ones({1000})};
+    Tensors third = {at::ones({1000})};
+    if (world.rank() == 0) {
+      const Future soon = engine.allreduce(first)->getFuture();
+      const Future late = engine.allreduce(second)->getFuture();
+      std::promise<void> has_returned;
+      soon->addCallback([&](c10::ivalue::Future&) {
+        late->wait();
+        engine.allreduce(third)->getFuture()->wait();
+        has_returned.set_value();
+      });
+      world.store()->set("asked", "");
+      ASSERT_EQ(has_returned.get_future().wait_for(seconds(30)), std::future_status::ready);
+    } else {
+      world.store()->wait({"asked"});
+      for (Tensors* tensors : {&first, &second, &third}) engine.allreduce(*tensors)->wait();
+    }
+    EXPECT_EQ((first[0] + second[0] + third[0])[999].item<int>(), 6);
+    expect_usable(world);
+  });
+}
+
+// Callbacks hear of the end, too, while the engine waits for the threads that they run on.
+TEST_P(Calls, CallbacksMayWaitForEachOtherWhenTheWorldEnds) {
+  run_ranks(2, [](int rank) {
+    std::atomic<int> num_returned = 0;
+    {
+      const World world = join();
+      if (rank == 0) {
+        Tensors tensors = {at::ones({1000})};
+        std::vector<Future> futures;
+        for (int i = 0; i < 4; ++i) {
+          futures.push_back(world.backend()->allreduce(tensors)->getFuture());
+        }
+        for (std::size_t i = 0; i < 3; ++i) {
+          futures[i]->addCallback([&, next = futures[i + 1]](c10::ivalue::Future&) {
+            for (int j = 0; j < 30000 && !next->completed(); ++j) {
+              std::this_thread::sleep_for(milliseconds(1));
+            }
+            num_returned += next->completed() ? 1 : 0;
+          });
+        }
+        world.store()->set("asked", "");
+      }
+      world.store()->wait({"asked"});
+    }
+    EXPECT_EQ(num_returned, rank == 0 ? 3 : 0);
+  });
+}
+
+TEST_P(Calls, AMessageTimesOutWhileOperationsGoOn) {
+  run(2, [](const World& world) {
+    std::thread waiting;
+    if (world.rank() == 0) {
+      waiting = std::thread([&] {
+        world.backend()->setTimeout(seconds(2));
+        Tensors tensors = {at::ones({1000})};
+        const Work work = world.backend()->recv(tensors, 1, 0);
+        EXPECT_FALSE(work->isCompleted());
+        EXPECT_THROW(work->wait(), TimeoutError);
+      });
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const auto go_on = [&] {
+      while (std::chrono::steady_clock::now() - start < seconds(20)) world.sum(1);
+    };
+    EXPECT_THROW(go_on(), Error) << "the message's failure is the engine's";
+    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(12));
+    if (waiting.joinable()) waiting.join();
   });
 }
 

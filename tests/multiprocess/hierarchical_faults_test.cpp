@@ -55,7 +55,11 @@ struct Death {
   std::string layout;
   int victim;
 };
-class RankDies : public testing::TestWithParam<Death> {};
+class RankDies : public testing::TestWithParam<Death> {
+ protected:
+  // With messages, each rank has asked all others for one that nobody sends.
+  static void expect_that_all_name_it(bool has_messages);
+};
 INSTANTIATE_TEST_SUITE_P(Hosts, RankDies,
                          testing::Values(Death{"aabb", 0}, Death{"aabb", 3}, Death{"aaab", 2},
                                          Death{"aaab", 3}, Death{"abcd", 1}),
@@ -63,11 +67,16 @@ INSTANTIATE_TEST_SUITE_P(Hosts, RankDies,
                            return test.param.layout + std::to_string(test.param.victim);
                          });
 
-TEST_P(RankDies, AndAllOthersNameIt) {
+void RankDies::expect_that_all_name_it(bool has_messages) {
   const int victim = GetParam().victim;
   const auto body = [&](int rank) {
     const World world = World::join({.engine = "hierarchical", .timeout = seconds(60)});
     const at::Tensor large = world.backend()->allocateTensor(2000000, at::kFloat).zero_();
+    std::vector<at::Tensor> message = {at::zeros({10})};
+    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+    for (int peer = 0; peer < world.size() && has_messages; ++peer) {
+      if (peer != rank) futures.push_back(world.backend()->recv(message, peer, 0)->getFuture());
+    }
     try {
       for (int step = 0;; ++step) {
         if (step == 5) std::cout << "at work" << std::endl;
@@ -81,6 +90,7 @@ TEST_P(RankDies, AndAllOthersNameIt) {
       EXPECT_EQ(error.peer(), victim);
     }
     EXPECT_THROW(world.barrier(), PeerLostError) << "the first cause, again";
+    for (const auto& future : futures) EXPECT_THROW(future->waitAndThrow(), PeerLostError);
     std::this_thread::sleep_for(seconds(1));  // until the others have seen the first death, too
   };
   test::Ranks ranks(4, body, on_hosts(GetParam().layout));
@@ -96,6 +106,10 @@ TEST_P(RankDies, AndAllOthersNameIt) {
     EXPECT_LT(results[rank].seconds, results[dead].seconds + 1 + 10) << test::show(results);
   }
 }
+
+TEST_P(RankDies, AndAllOthersNameIt) { expect_that_all_name_it(false); }
+
+TEST_P(RankDies, AndAllOthersNameItWhileTheyWaitForMessages) { expect_that_all_name_it(true); }
 
 // A rank that is late is named by those of other hosts, too, who only wait for its host.
 TEST(HierarchicalFaults, ARankThatStaysAwayIsNamedOnAllHosts) {

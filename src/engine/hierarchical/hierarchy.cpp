@@ -106,17 +106,18 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
     }
   }
   shm::BoardWait board_wait(until == kNoLimit ? channel_.get() : nullptr, request.number);
+  auto next_check = Clock::now() + kPeerCheckInterval;
   const MutexLock lock(mutex_);
   while (!request.is_done) {
     throw_if_failed();
-    const bool has_changed =
-        changed_.wait_until(mutex_, std::min(until, Clock::now() + kPeerCheckInterval));
+    changed_.wait_until(mutex_, std::min(until, next_check));
     if (request.is_done) break;
-    if (Clock::now() >= until) return false;
-    if (has_changed) continue;
+    const auto now = Clock::now();
+    if (now >= until) return false;
+    if (now < next_check) continue;
+    next_check = now + kPeerCheckInterval;
     const MutexUnlock unlock(mutex_);
-    check_wait(request, until == kNoLimit ? Clock::now() - start : Clock::duration::zero(),
-               board_wait);
+    check_wait(request, until == kNoLimit ? now - start : Clock::duration::zero(), board_wait);
   }
   return true;
 }
@@ -134,7 +135,7 @@ void Hierarchy::check_wait(const Request& request, Clock::duration waited,
       board_wait.look(waited, [&] { return activity; });
       check_peers(activity);
     }
-  } catch (const Error&) {
+  } catch (...) {
     const MutexLock lock(mutex_);
     interrupt(std::current_exception());
   }
@@ -209,9 +210,10 @@ void Hierarchy::fail(std::exception_ptr error) {
     const MutexUnlock unlock(mutex_);
     wire_.interrupt();  // callers' messages end, too
     steps_->drop();
-    steps_.reset();  // messages that the engine cannot take back keep it
     error = first_cause(std::move(error), activity);
     local_->give_up(error);
+    // Until here a caller's thread may move what the host is at, which refers to these steps.
+    steps_.reset();  // messages that the engine cannot take back keep it
     wire_.leave(cause_of(error, rank()));
   }
   failure_ = error;
@@ -232,7 +234,7 @@ std::exception_ptr Hierarchy::first_cause(std::exception_ptr error, const Activi
     while (Clock::now() < deadline) {
       try {
         throw_what_others_know(activity);
-      } catch (const Error&) {
+      } catch (...) {
         return std::current_exception();
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -303,15 +305,17 @@ void Hierarchy::wait_by_worker(MessageTask& task) {
 
 // Whatever goes wrong is the end: callers find it in failure_.
 void Hierarchy::wait_for(MessageTask& task, std::chrono::milliseconds timeout) {
+  const Activity activity{task.message.name(), task.message.name()};
   try {
-    const int peer =
-        wire_.wait_for_message(task.parcel, {task.message.name(), task.message.name()}, timeout);
+    const int peer = wire_.wait_for_message(task.parcel, activity, timeout);
     const MutexLock lock(mutex_);
     task.message.peer = peer;
     task.is_done = true;
+  } catch (const WireInterrupted&) {  // NOLINT: whoever interrupted knows why
   } catch (...) {
+    const auto cause = first_cause(std::current_exception(), activity);
     const MutexLock lock(mutex_);
-    interrupt(std::current_exception());
+    interrupt(cause);
   }
   changed_.notify_all();
 }

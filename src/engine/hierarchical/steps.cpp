@@ -28,6 +28,9 @@ constexpr std::size_t kChunksWanted = 4;
 // all ranks.
 constexpr std::size_t kSmallBytes = 256 << 10;
 
+// What is tiny is small: there are no more hosts than can be added up (choose.cpp).
+static_assert(Leaders::kPayloadBytes * (collective::kMaxRanks - 1) <= kSmallBytes);
+
 }  // namespace
 
 void HostSteps::run(Operation operation, std::uint64_t number) {
