@@ -74,6 +74,7 @@ class Coordinator : public Leader {
   void on_end(int host_rank, End end);
   void start(int generation);
   void stop(StopCause cause);
+  void forget_effect();
   void look_around();
   void decide();
   void finish(std::optional<StopCause> cause);

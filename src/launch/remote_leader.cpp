@@ -139,7 +139,7 @@ void RemoteLeader::report(const StopCause& cause) {
   // At once, whatever host 0 says; but a rank that is blamed, perhaps one of these, may end first.
   if (cause.blamed_rank < 0) host_.stop(cause);
   if (lost_) return;
-  if (!reported_ || reported_->blamed_rank >= 0) reported_ = cause;
+  if (!reported_ || weight_of(cause) > weight_of(*reported_)) reported_ = cause;
   if (connection_ && connection_->is_open() && has_joined_) {
     connection_->send({{"type", "cause"}, {"cause", cause}});
   } else if (!has_started_) {

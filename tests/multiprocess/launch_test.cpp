@@ -338,6 +338,21 @@ TEST(Launch, ARankThatIsBlamedMustFail) {
   EXPECT_FALSE(has(job.err(), "restart")) << job.err();
 }
 
+// Whoever ends first, and whoever the failed one blames.
+TEST(Launch, AFailureBesideRanksThatHaveSavedIsAFailure) {
+  const std::vector<std::vector<std::string>> scripts = {
+      {"@1 told 0", "sleep 1", "exit 75"},
+      {"@0 exit 75", "sleep 1", "told 0"},
+      {"@0 exit 75", "sleep 1", "exit 134"},
+      {"@1 told 2", "@0 sleep 1", "@0 exit 75", "sleep 2", "exit 134"}};
+  for (const auto& script : scripts) {
+    std::vector<std::string> arguments = {"run", "-n", "3", "--", "ACTOR"};
+    arguments.insert(arguments.end(), script.begin(), script.end());
+    const JobResult result = run_job(arguments);
+    EXPECT_EQ(result.code, 134) << script.front() << "\n" << result.err;
+  }
+}
+
 TEST(Launch, AFailureIsReportedAtTheEnd) {
   const JobResult result =
       run_job({"run", "-n", "3", "--", "ACTOR", "@1 lines 30 20", "@1 error the reason",
