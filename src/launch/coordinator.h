@@ -114,6 +114,7 @@ class RemoteLeader : public Leader {
  private:
   void connect();
   void on_socket(Fd socket);
+  bool is_greeted() const;
   void on_message(const Json& message);
   void on_lost(const std::string& reason);
   void look_around();

@@ -6,9 +6,11 @@
 #include <filesystem>
 #include <fstream>
 #include <thread>
+#include <utility>
 
 #include "base/posix.h"
 #include "base/text.h"
+#include "support/carrier.h"
 #include "support/has.h"
 #include "support/job.h"
 
@@ -96,6 +98,42 @@ TEST(Hang, OfTheNameServerHoldsUpNobody) {
   job.signal(SIGTERM);
   EXPECT_EQ(job.wait().code, 143) << job.err();
   EXPECT_FALSE(has(job.err(), "did not end in time")) << job.err();
+}
+
+// The name of host 0 is asked for again as nothing has come over the first connection, which then
+// gets through: it is the one that counts.
+TEST(Hang, OfTheNameServerDoesNotReplaceAConnectionThatHasJoined) {
+  const Hang hang("HANG_NAMES", false);
+  const int port = [] {
+    const Fd free = listen_at("127.0.0.1", 0);
+    sockaddr_in address{};
+    socklen_t size = sizeof address;
+    ::getsockname(free.get(), reinterpret_cast<sockaddr*>(&address), &size);
+    return ntohs(address.sin_port);
+  }();
+  bool is_first = true;
+  const Carrier carrier([&](const Fd&) {
+    if (std::exchange(is_first, false)) {
+      hang.begin();
+      std::this_thread::sleep_for(std::chrono::seconds(8));
+    }
+    return start_connecting("127.0.0.1", port);
+  });
+  const auto start = [&](const char* host_rank, int master_port, const char* preloaded) {
+    JobOptions options = hang.options();
+    options.variables["LD_PRELOAD"] = preloaded;
+    return std::make_unique<Job>(
+        std::vector<std::string>{"run", "-n", "1", "--hosts", "2", "--host-rank", host_rank,
+                                 "--master", text::format("127.0.0.1:{}", master_port), "--",
+                                 "ACTOR", "print ready", "sleep 3"},
+        options);
+  };
+  const auto first = start("0", port, "");
+  const auto second = start("1", carrier.port(), LOCKSTEP_HANG);
+  second->wait_for_output("ready");
+  hang.end();
+  EXPECT_EQ(first->wait().code, 0) << first->err();
+  EXPECT_EQ(second->wait().code, 0) << second->err();
 }
 
 // The thread that works hangs. Nothing outlives the launcher all the same.
