@@ -307,7 +307,7 @@ void Host::sweep(Clock::time_point deadline) {
   }
   kill_timer_.reset();
   if (has_children()) {
-    output_.say("some processes of the ranks do not end, not even when killed: see ps");
+    output_.say("some processes of the ranks do not end, not even when killed: see ps and dmesg");
   }
   output_.end();
   End end = static_cast<int>(ranks_.size()) == options_.num_ranks ? End::kOk : End::kFailed;

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <thread>
 
 namespace lockstep {
 namespace {
@@ -96,9 +95,8 @@ void Writer::write(int file, std::string_view text) {
 }
 
 void Writer::add_task(Task task) {
-  if (!std::exchange(state_->has_thread, true)) {
-    std::thread([state = state_] { run(state); }).detach();
-  }
+  if (!state_->has_thread) start_thread([state = state_] { run(state); });
+  state_->has_thread = true;
   const MutexLock lock(state_->mutex);
   state_->bytes += task.text.size();
   state_->was_full |= state_->bytes >= kFullBytes;
