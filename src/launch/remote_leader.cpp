@@ -118,7 +118,7 @@ void RemoteLeader::on_lost(const std::string& reason) {
         text::format("was refused by what answers at {}:{}: it has another secret, or is not "
                      "host 0 of this job ({})",
                      options_.master_host, options_.master_port, reason),
-        1);
+        1, "Check --master, and give all hosts the same secret.");
   }
   if (!has_joined_) return;  // look_around tries again
   fail(text::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
@@ -188,7 +188,7 @@ void RemoteLeader::look_around() {
     if (is_in_time && EventLoop::Clock::now() - connection_->last_heard() > options_.lost_after) {
       on_lost(text::format("it has been silent for {} s", options_.lost_after.count()));
     }
-    return;
+    if (has_joined_) return;
   }
   if (seconds_since(began_) > std::chrono::duration<double>(options_.join_timeout).count()) {
     return fail(

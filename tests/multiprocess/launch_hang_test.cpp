@@ -65,6 +65,7 @@ TEST(Hang, OfALogFileHoldsUpItsRankOnly) {
     EXPECT_EQ(job.wait().code, 143) << job.err();
     EXPECT_TRUE(has(job.err(), "told to stop by signal 15")) << job.err();
     EXPECT_FALSE(has(job.err(), "did not end in time")) << job.err();
+    EXPECT_TRUE(has(job.err(), "rank-0.log, rank-1.log are incomplete")) << job.err();
     wait_until_gone(job);
   }
   // More than is kept in memory: the ranks wait, the launcher says why, and nothing is lost.
@@ -76,6 +77,26 @@ TEST(Hang, OfALogFileHoldsUpItsRankOnly) {
   hang.end();
   EXPECT_EQ(job.wait().code, 0) << job.err();
   EXPECT_EQ(std::filesystem::file_size(folder + "/rank-0.log"), 40000U * 100 + 5);
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Hang, OfALogFileDoesNotKeepALauncherWhoseRanksHaveEnded) {
+  const Hang hang("HANG_OPEN");
+  const std::string folder = testing::TempDir() + text::format("hung-ends-{}", ::getpid());
+  const auto arguments = [&](const std::string& end) {
+    return std::vector<std::string>{"run", "-n",    "2",          "--log-dir", folder,
+                                    "--",  "ACTOR", "print done", end};
+  };
+  Job good(arguments("exit 0"), hang.options());
+  Job bad(arguments("exit 3"), hang.options());
+  EXPECT_EQ(good.wait().code, 0) << good.err();
+  EXPECT_EQ(bad.wait().code, 3) << bad.err();
+  for (const Job* job : {&good, &bad}) {
+    EXPECT_TRUE(has(job->out(), "[1] done\n")) << job->out();
+    EXPECT_TRUE(has(job->err(), "have taken nothing for 10 s: the launcher waits")) << job->err();
+    EXPECT_TRUE(has(job->err(), "rank-0.log, rank-1.log are incomplete")) << job->err();
+    EXPECT_TRUE(has(job->err(), folder)) << job->err();
+  }
   std::filesystem::remove_all(folder);
 }
 
