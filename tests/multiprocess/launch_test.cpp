@@ -387,7 +387,7 @@ TEST(Launch, TheErrorOfARankThatWasStoppedIsInTheReport) {
   const JobResult result =
       run_job({"run", "-n", "3", "--", "ACTOR",
                "@0 error lockstep error on rank 0 (host a), join:", "@0 error   its own reason",
-               "@0 lines 7 20", "@1 sleep 1", "@1 exit 3", "sleep 60"});
+               "@0 sleep 1", "@0 lines 7 20", "@1 sleep 3", "@1 exit 3", "sleep 60"});
   EXPECT_EQ(result.code, 3);
   EXPECT_TRUE(has(result.err,
                   "Because of it:\n    rank 0 was killed by signal 15 (Terminated)\n      lockstep "
