@@ -8,6 +8,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <string>
 
 namespace lockstep {
@@ -21,7 +22,8 @@ std::string blame_address(int fd, int local_rank);
 // if this process has another rank in the job: worlds of some ranks have numbers of their own.
 void leave_blame(int rank, int blamed) noexcept;
 
-// What the rank that is the process `pid` has left; -1 if nothing.
-int read_blame(int fd, int local_rank, pid_t pid);
+// What the rank that was the process `pid`, and has ended at `end`, has left; -1 if nothing. What
+// it left long before is no reason for its end: it has caught that error.
+int read_blame(int fd, int local_rank, pid_t pid, std::chrono::steady_clock::time_point end);
 
 }  // namespace lockstep

@@ -40,6 +40,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool is_open() const { return static_cast<bool>(socket_); }
   bool is_answered() const;    // somebody is at the other end, whoever it is
   bool has_shown_key() const;  // to a server: it may still be one who repeats what he has heard
+  bool is_ready() const { return is_ready_; }  // the handshake is finished
   bool is_sent() const { return unsent_.empty(); }
   EventLoop::Clock::time_point last_heard() const { return last_heard_; }
 

@@ -42,7 +42,7 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
 
 Coordinator::~Coordinator() {
   if (timer_) loop_.cancel(*timer_);
-  if (effect_) loop_.cancel(effect_timer_);
+  forget_effect();
 }
 
 void Coordinator::on_message(const std::shared_ptr<Connection>& connection, const Json& message) {
@@ -112,7 +112,7 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
 void Coordinator::start(int generation) {
   generation_ = generation;
   cause_.reset();
-  effect_.reset();
+  forget_effect();
   end_ = End::kOk;
   store_.clear();
   int world_size = 0;
@@ -135,16 +135,16 @@ void Coordinator::report(const StopCause& cause) {
   if (is_finished_) return;
   if (cause_) {  // the first one counts; but who wants the job to stop wants no restart either
     if (cause.is_interrupt) cause_->may_restart = false;
-    if (cause_->code == kExitPreempted && !cause.is_interrupt) {
+    if (weight_of(*cause_) == 0 && !cause.is_interrupt) {
       const bool may_restart = cause_->may_restart;
       cause_ = cause;
       cause_->may_restart &= may_restart;
     }
     return;
   }
+  if (effect_ && weight_of(cause) <= weight_of(*effect_)) return;
   if (cause.blamed_rank >= 0) {
     // It ended before the rank that it failed because of, which the report is to name.
-    if (effect_) return;
     effect_ = cause;
     effect_timer_ = loop_.after(kBlamedMayTake, [this] { stop(*effect_); });
     return;
@@ -152,9 +152,13 @@ void Coordinator::report(const StopCause& cause) {
   stop(cause);
 }
 
-void Coordinator::stop(StopCause cause) {
+void Coordinator::forget_effect() {
   if (effect_) loop_.cancel(effect_timer_);
   effect_.reset();
+}
+
+void Coordinator::stop(StopCause cause) {
+  forget_effect();
   cause_ = cause;
   if (generation_ < 0) return finish(cause);  // nothing runs yet
   for (auto& [_, member] : members_) {

@@ -74,6 +74,7 @@ class Coordinator : public Leader {
   void on_end(int host_rank, End end);
   void start(int generation);
   void stop(StopCause cause);
+  void forget_effect();
   void look_around();
   void decide();
   void finish(std::optional<StopCause> cause);
@@ -113,6 +114,7 @@ class RemoteLeader : public Leader {
  private:
   void connect();
   void on_socket(Fd socket);
+  bool is_greeted() const;
   void on_message(const Json& message);
   void on_lost(const std::string& reason);
   void look_around();

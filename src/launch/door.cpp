@@ -106,16 +106,15 @@ bool Door::forget(int number) {
   return true;
 }
 
-// One has to go. A flood pushes out its own connections, not a host's: who has shown the key stays,
-// and of the others the oldest goes from where most come from.
+// One has to go. A flood pushes out its own connections, not a host's: one goes from where most
+// come from. Of these the oldest that has not shown the key, which is no proof: who has heard a
+// greeting can repeat it.
 void Door::make_room() {
   std::map<std::string, int> counts;
-  for (const auto& [_, one] : newcomers_) {
-    if (!one.connection->has_shown_key()) ++counts[one.network];
-  }
+  for (const auto& [_, one] : newcomers_) ++counts[one.network];
   const auto who = std::ranges::min_element(newcomers_, {}, [&](const auto& entry) {
     const auto& [number, one] = entry;
-    return std::tuple(one.connection->has_shown_key(), -counts[one.network], number);
+    return std::tuple(-counts[one.network], one.connection->has_shown_key(), number);
   });
   forget(who->first);
   refuse("one of many connections", "too many at a time");

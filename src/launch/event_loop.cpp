@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <thread>
 
 namespace lockstep {
 
@@ -36,10 +35,10 @@ EventLoop::EventLoop() {
 }
 
 void EventLoop::run_aside(std::function<void()> work, std::function<void()> done) {
-  std::thread([mailbox = mailbox_, work = std::move(work), done = std::move(done)]() mutable {
+  start_thread([mailbox = mailbox_, work = std::move(work), done = std::move(done)]() mutable {
     work();
     mailbox->post(std::move(done));
-  }).detach();
+  });
 }
 
 void EventLoop::watch(int fd, short events, std::function<void(short)> call) {

@@ -8,10 +8,13 @@
 
 #include <poll.h>
 
+#include <cerrno>
 #include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,6 +22,17 @@
 #include "base/posix.h"
 
 namespace lockstep {
+
+// Runs `work`, which must not throw, on a thread that nobody waits for. Throws: SystemError.
+template <typename Work>
+void start_thread(Work work) {
+  try {
+    std::thread(std::move(work)).detach();
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    throw_errno("cannot start a thread", "Raise the limit on processes (ulimit -u).");
+  }
+}
 
 // What other threads ask the loop's thread to call. A thread may hold it longer than the loop
 // lives; nothing is called then.
@@ -56,7 +70,7 @@ class EventLoop {
 
   const std::shared_ptr<Mailbox>& mailbox() const { return mailbox_; }
   // Runs `work`, which may wait and must not throw, on a thread of its own; then calls `done` here.
-  // The thread is left alone: it may still wait when the loop is gone.
+  // The thread is left alone: it may still wait when the loop is gone. Throws: SystemError.
   void run_aside(std::function<void()> work, std::function<void()> done);
 
   // Waits for the next event, at most `longest`, and calls whoever waits for it.

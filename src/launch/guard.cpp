@@ -61,9 +61,7 @@ void end_with_guard(const Fd& guard, std::chrono::milliseconds stop_grace) {
   adopt_orphans();
   int code = 1;
   try {
-    std::thread([life = std::move(guard_life), stop_grace] {
-      end_with_guard(life, stop_grace);
-    }).detach();
+    start_thread([life = std::move(guard_life), stop_grace] { end_with_guard(life, stop_grace); });
     code = work();
   } catch (const Error& error) {
     text::print(stderr, "lockstep: {}\n", error.message());
@@ -76,10 +74,13 @@ void end_with_guard(const Fd& guard, std::chrono::milliseconds stop_grace) {
   ::_exit(code);
 }
 
-// Says why all ranks were killed. Signals work as usual meanwhile: nobody may read this.
-void say_killed(const std::string& why, const sigset_t& signals) {
+// Says why the ranks were killed, and whether all are gone. Signals work as usual meanwhile: nobody
+// may read this.
+void say_killed(const std::string& why, bool are_gone, const sigset_t& signals) {
   ::sigprocmask(SIG_UNBLOCK, &signals, nullptr);
-  text::print(stderr, "lockstep: the launcher's process {}; all ranks were killed\n", why);
+  text::print(stderr, "lockstep: the launcher's process {}; {}\n", why,
+              are_gone ? "all ranks were killed"
+                       : "some processes do not end, not even when killed: see ps and dmesg");
 }
 
 }  // namespace
@@ -119,16 +120,16 @@ int run_guarded(const std::function<int()>& work, std::chrono::milliseconds stop
   std::optional<EventLoop::Clock::time_point> deadline;  // for the worker to end
   while (true) {
     if (const auto end = look_at_end(worker)) {
-      kill_all_children(kSweepDeadline, of_others);
+      const bool are_gone = kill_all_children(kSweepDeadline, of_others);
       if (end->signal == 0) return end->code;
-      say_killed(text::format("{} {}", worker, end->text()), signals);
+      say_killed(text::format("{} {}", worker, end->text()), are_gone, signals);
       return 128 + end->signal;
     }
     if (deadline && EventLoop::Clock::now() >= *deadline) {
       // With the ranks: the worker may be unable to die, too.
-      kill_all_children(kSweepDeadline, of_others);
+      const bool are_gone = kill_all_children(kSweepDeadline, of_others);
       say_killed(text::format("{} did not end in time after signal {}", worker, first_interrupt),
-                 signals);
+                 are_gone, signals);
       return 128 + first_interrupt;
     }
     siginfo_t info{};

@@ -276,9 +276,11 @@ StopCause Host::cause_at(const Rank& rank) const {
 int Host::blamed_by(const Rank& rank) const {
   // An exception that nobody catches ends in SIGABRT; other signals have another reason.
   if (rank.end->signal != 0 && rank.end->signal != SIGABRT) return -1;
-  const int blamed = read_blame(blames_.get(), rank.number - generation_.first_rank, rank.pid);
+  const int blamed =
+      read_blame(blames_.get(), rank.number - generation_.first_rank, rank.pid, Clock::now());
   const auto here = std::ranges::find(ranks_, blamed, &Rank::number);
-  const bool has_left = here != ranks_.end() && here->end && here->end->is_ok();
+  const bool has_left =
+      here != ranks_.end() && here->end && (here->end->is_ok() || has_saved(*here->end));
   const bool is_another = blamed != rank.number && blamed < generation_.world_size;
   return is_another && !has_left ? blamed : -1;
 }
@@ -305,7 +307,7 @@ void Host::sweep(Clock::time_point deadline) {
   }
   kill_timer_.reset();
   if (has_children()) {
-    output_.say("some processes of the ranks do not end, not even when killed: see ps");
+    output_.say("some processes of the ranks do not end, not even when killed: see ps and dmesg");
   }
   output_.end();
   End end = static_cast<int>(ranks_.size()) == options_.num_ranks ? End::kOk : End::kFailed;

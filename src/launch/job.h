@@ -1,6 +1,8 @@
 // The parts of a job, as its launchers speak of them.
 #pragma once
 
+#include <lockstep/error.h>
+
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -35,6 +37,12 @@ struct StopCause {
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StopCause, host_rank, host, rank, blamed_rank, text, advice,
                                    code, signal, is_interrupt, may_restart, last_lines)
+
+// Which of two causes explains the end better: a failure counts for more than ranks that have saved
+// and left, and most if no other rank is blamed for it.
+inline int weight_of(const StopCause& cause) {
+  return cause.code == kExitPreempted ? 0 : cause.blamed_rank >= 0 ? 1 : 2;
+}
 
 // How the ranks of a host, or of all, have ended; the worst of them counts.
 enum class End { kOk, kSaved, kFailed };  // kSaved: told to stop, with the state saved

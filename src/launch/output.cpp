@@ -15,12 +15,18 @@ namespace lockstep {
 namespace {
 
 constexpr std::size_t kReadBytes = 64 << 10;
-constexpr auto kStall = std::chrono::seconds(10);  // of log files, before it is said
+// Of log files that take nothing:
+constexpr auto kStall = std::chrono::seconds(10);   // before it is said
+constexpr auto kGiveUp = std::chrono::seconds(30);  // at the end, before they are given up
+constexpr const char* kLogAdvice =
+    "Check the file system of that folder, or give --log-dir another one.";
+
+std::string log_name(int rank) { return text::format("rank-{}.log", rank); }
 
 // A new file in any case: what has this name may be a link to another file, or another user's, who
 // would read along. Runs on the writer's thread.
 Fd open_log(const std::string& folder, int rank) {
-  const std::string path = text::format("{}/rank-{}.log", folder, rank);
+  const std::string path = text::format("{}/{}", folder, log_name(rank));
   struct stat status {};
   if (::lstat(path.c_str(), &status) == 0) {
     if (!S_ISREG(status.st_mode)) {
@@ -97,7 +103,45 @@ Output::Output(EventLoop& loop, OutputOptions options)
                               const std::string& why) { on_log_problem(file, is_open, why); }}) {}
 
 bool Output::is_empty() const {
-  return streams_[0].is_empty() && streams_[1].is_empty() && logs_.is_empty();
+  return streams_[0].is_empty() && streams_[1].is_empty() &&
+         (has_given_up_logs_ || logs_.is_empty());
+}
+
+void Output::finish_logs() {
+  if (stall_timer_) loop_.cancel(*stall_timer_);  // no rank waits any more
+  watch_logs(logs_.unfinished(), std::chrono::seconds(0));
+}
+
+// `before`: what was left when this began to look, or looked last; it was `stalled` for so long.
+void Output::watch_logs(const Writer::Unfinished& before, std::chrono::seconds stalled) {
+  loop_.after(kStall, [this, before, stalled] {
+    const Writer::Unfinished now = logs_.unfinished();
+    if (now.empty()) return;
+    const auto still = now == before ? stalled + kStall : std::chrono::seconds(0);
+    if (still >= kGiveUp) {
+      give_up_logs();
+      return;
+    }
+    if (still == kStall) {
+      say(
+          text::format("the log files in {} have taken nothing for {} s: the launcher waits {} s "
+                       "more for them. {}",
+                       options_.log_dir, kStall.count(), (kGiveUp - kStall).count(), kLogAdvice));
+    }
+    watch_logs(now, still);
+  });
+}
+
+bool Output::give_up_logs() {
+  const Writer::Unfinished unfinished = logs_.unfinished();
+  std::vector<std::string> names;
+  for (const auto& [rank, file] : log_of_) {
+    if (unfinished.contains(file)) names.push_back(log_name(rank));
+  }
+  if (std::exchange(has_given_up_logs_, true) || names.empty()) return false;
+  say(text::format("in {}, the log files {} are incomplete: what was left could not be written. {}",
+                   options_.log_dir, text::join(names, ", "), kLogAdvice));
+  return true;
 }
 
 void Output::begin(int first_rank, int num_ranks, int world_size) {
@@ -115,7 +159,8 @@ void Output::on_log_problem(int file, bool is_open, const std::string& why) {
   const auto log = std::ranges::find(log_of_, file, [](const auto& one) { return one.second; });
   log->second = -1;
   if (!is_open) return on_log_failure_(why);
-  say(text::format("cannot write the log file of rank {} any more: {}", log->first, why));
+  say(text::format("cannot write the log file {}/{} any more: {}. The job goes on without it. {}",
+                   options_.log_dir, log_name(log->first), why, kLogAdvice));
 }
 
 bool Output::is_held_up(const Source& source) const {
@@ -152,8 +197,10 @@ void Output::watch(int fd) {
     loop_.forget(fd);
     if (stall_timer_ || !logs_.is_full()) return;
     stall_timer_ = loop_.after(kStall, [this] {
-      say(text::format("the log files in {} have taken nothing for {} s: the ranks wait for them",
-                       options_.log_dir, kStall.count()));
+      say(
+          text::format("the log files in {} have taken nothing for {} s: the ranks wait for "
+                       "them. {}",
+                       options_.log_dir, kStall.count(), kLogAdvice));
     });
   });
 }

@@ -73,8 +73,12 @@ class Output {
   }
 
   Printer& err() { return streams_[1]; }
-  // Whether all is written, to streams and log files.
+  // Whether all is written, to streams and to log files that are not given up.
   bool is_empty() const;
+  // The ranks have ended. From now on, log files that take nothing are given up after a while.
+  void finish_logs();
+  // Waits no longer for log files, and names those that are incomplete; false if there are none.
+  bool give_up_logs();
 
   // Makes log files that are not there yet and forgets the lines before. `world_size` is for the
   // width of numbers.
@@ -107,6 +111,7 @@ class Output {
   };
 
   void watch(int fd);
+  void watch_logs(const Writer::Unfinished& before, std::chrono::seconds stalled);
   void resume();
   bool is_held_up(const Source& source) const;
   void on_log_problem(int file, bool is_open, const std::string& why);
@@ -123,6 +128,7 @@ class Output {
   std::map<int, Rank> ranks_;
   Writer logs_;
   std::map<int, int> log_of_;  // the number of a rank's file; -1: it takes no more
+  bool has_given_up_logs_ = false;
   std::optional<EventLoop::Timer> stall_timer_;
   std::function<void(const std::string&)> on_log_failure_ = [](const std::string&) {};
 };

@@ -49,10 +49,15 @@ void RemoteLeader::connect() {
         is_resolving_ = false;
         if (!attempt->socket) {
           last_reason_ = attempt->reason;
-        } else if (!lost_ && !host_.exit_code()) {
+        } else if (!lost_ && !host_.exit_code() && !is_greeted()) {
           on_socket(std::move(attempt->socket));
         }
       });
+}
+
+// Then host 0 may count this host in by this connection already: there must be no other one.
+bool RemoteLeader::is_greeted() const {
+  return connection_ && connection_->is_open() && connection_->is_ready();
 }
 
 void RemoteLeader::on_socket(Fd socket) {
@@ -113,7 +118,7 @@ void RemoteLeader::on_lost(const std::string& reason) {
         text::format("was refused by what answers at {}:{}: it has another secret, or is not "
                      "host 0 of this job ({})",
                      options_.master_host, options_.master_port, reason),
-        1);
+        1, "Check --master, and give all hosts the same secret.");
   }
   if (!has_joined_) return;  // look_around tries again
   fail(text::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
@@ -139,7 +144,7 @@ void RemoteLeader::report(const StopCause& cause) {
   // At once, whatever host 0 says; but a rank that is blamed, perhaps one of these, may end first.
   if (cause.blamed_rank < 0) host_.stop(cause);
   if (lost_) return;
-  if (!reported_ || reported_->blamed_rank >= 0) reported_ = cause;
+  if (!reported_ || weight_of(cause) > weight_of(*reported_)) reported_ = cause;
   if (connection_ && connection_->is_open() && has_joined_) {
     connection_->send({{"type", "cause"}, {"cause", cause}});
   } else if (!has_started_) {
@@ -169,6 +174,7 @@ void RemoteLeader::ask_store(const Json& request, std::function<void(const Json&
 // before ended.
 std::string RemoteLeader::why_not_reached() const {
   if (!connection_ || !connection_->is_open()) return last_reason_;
+  if (connection_->is_ready()) return "it was reached, but does not answer any more";
   return connection_->is_answered() ? "what answers there does not speak as a launcher does"
                                     : "there is no answer";
 }
@@ -176,14 +182,13 @@ std::string RemoteLeader::why_not_reached() const {
 void RemoteLeader::look_around() {
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
   if (lost_ || host_.exit_code()) return;
-  const bool is_open = connection_ && connection_->is_open();
   const bool is_in_time = watch_.is_in_time();
-  if (is_open && has_joined_) {
-    connection_->send({{"type", "ping"}});
+  if (is_greeted()) {
+    if (has_joined_) connection_->send({{"type", "ping"}});
     if (is_in_time && EventLoop::Clock::now() - connection_->last_heard() > options_.lost_after) {
       on_lost(text::format("it has been silent for {} s", options_.lost_after.count()));
     }
-    return;
+    if (has_joined_) return;
   }
   if (seconds_since(began_) > std::chrono::duration<double>(options_.join_timeout).count()) {
     return fail(
@@ -197,7 +202,8 @@ void RemoteLeader::look_around() {
                              options_.master_port, why_not_reached()));
   }
   // One that neither fails nor opens is tried anew as well: packets may have been dropped.
-  if (is_resolving_) return;
+  if (is_resolving_ || is_greeted()) return;
+  const bool is_open = connection_ && connection_->is_open();
   if (!is_open || EventLoop::Clock::now() - connection_->last_heard() > kProofDeadline) connect();
 }
 

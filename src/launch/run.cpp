@@ -15,8 +15,9 @@
 namespace lockstep {
 namespace {
 
-constexpr auto kGoodbye = std::chrono::seconds(3);  // for other hosts to hear of the end
-constexpr auto kReading = std::chrono::seconds(5);  // for readers, once told to stop
+constexpr auto kGoodbye = std::chrono::seconds(3);   // for other hosts to hear of the end
+constexpr auto kReading = std::chrono::seconds(5);   // for readers, once told to stop
+constexpr auto kLastWord = std::chrono::seconds(1);  // for them to hear what is not written
 
 }  // namespace
 
@@ -70,10 +71,17 @@ int run(const RunOptions& options) {
   while (coordinator && !coordinator->is_alone() && EventLoop::Clock::now() < goodbye) {
     loop.run_once(std::chrono::milliseconds(100));
   }
-  // As long as somebody reads, what the ranks have said is shown to the end; but who has told the
-  // job to stop does not wait long for a reader, or a log file.
+  // As long as somebody reads, what the ranks have said is shown to the end, and log files that
+  // take something get all of it; but who has told the job to stop does not wait long for either.
   if (std::exchange(is_interrupted, false)) loop.after(kReading, [&] { is_interrupted = true; });
+  output.finish_logs();
   while (!is_interrupted && !output.is_empty()) loop.run_once();
+  if (output.give_up_logs()) {
+    const auto last_word = EventLoop::Clock::now() + kLastWord;
+    while (!output.is_empty() && EventLoop::Clock::now() < last_word) {
+      loop.run_once(std::chrono::milliseconds(100));
+    }
+  }
   return *host.exit_code();
 }
 

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <thread>
 
 namespace lockstep {
 namespace {
@@ -57,9 +56,9 @@ struct Writer::State {
   Mutex mutex;
   Condition changed;
   std::deque<Task> tasks LOCKSTEP_GUARDED_BY(mutex);
-  std::size_t num_unfinished LOCKSTEP_GUARDED_BY(mutex) = 0;  // tasks, with the one in work
-  std::size_t bytes LOCKSTEP_GUARDED_BY(mutex) = 0;           // of these
-  std::size_t num_untold LOCKSTEP_GUARDED_BY(mutex) = 0;      // problems
+  Unfinished unfinished LOCKSTEP_GUARDED_BY(mutex);
+  std::size_t bytes LOCKSTEP_GUARDED_BY(mutex) = 0;       // of these
+  std::size_t num_untold LOCKSTEP_GUARDED_BY(mutex) = 0;  // problems
   bool is_over LOCKSTEP_GUARDED_BY(mutex) = false;
 };
 
@@ -96,13 +95,12 @@ void Writer::write(int file, std::string_view text) {
 }
 
 void Writer::add_task(Task task) {
-  if (!std::exchange(state_->has_thread, true)) {
-    std::thread([state = state_] { run(state); }).detach();
-  }
+  if (!state_->has_thread) start_thread([state = state_] { run(state); });
+  state_->has_thread = true;
   const MutexLock lock(state_->mutex);
   state_->bytes += task.text.size();
   state_->was_full |= state_->bytes >= kFullBytes;
-  ++state_->num_unfinished;
+  ++state_->unfinished[task.file];
   state_->tasks.push_back(std::move(task));
   state_->changed.notify_one();
 }
@@ -114,7 +112,12 @@ bool Writer::is_full() const {
 
 bool Writer::is_empty() const {
   const MutexLock lock(state_->mutex);
-  return state_->num_unfinished == 0 && state_->num_untold == 0;
+  return state_->unfinished.empty() && state_->num_untold == 0;
+}
+
+Writer::Unfinished Writer::unfinished() const {
+  const MutexLock lock(state_->mutex);
+  return state_->unfinished;
 }
 
 void Writer::run(const std::shared_ptr<State>& state) {
@@ -161,10 +164,10 @@ void Writer::finish(const std::shared_ptr<State>& state, const Task& task,
     const MutexLock lock(state->mutex);
     const bool was_full = state->bytes >= kFullBytes;
     state->bytes -= task.text.size();
-    --state->num_unfinished;
+    if (--state->unfinished[task.file] == 0) state->unfinished.erase(task.file);
     if (!problem.empty()) ++state->num_untold;
     const bool has_room = was_full && state->bytes < kFullBytes;
-    if (!has_room && state->num_unfinished > 0 && problem.empty()) return;
+    if (!has_room && !state->unfinished.empty() && problem.empty()) return;
   }
   state->mailbox->post(
       [weak = std::weak_ptr(state), file = task.file, is_open = !task.open, problem] {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -25,6 +26,8 @@ class Writer {
     std::function<void(int file, bool is_open, const std::string& why)> failed;
   };
   using Open = std::function<Fd()>;  // throws Error
+  // How many tasks are left, with the one in work, for each file that has any.
+  using Unfinished = std::map<int, std::size_t>;
 
   Writer(EventLoop& loop, Callbacks callbacks);
   ~Writer();
@@ -36,6 +39,7 @@ class Writer {
   void write(int file, std::string_view text);
   bool is_full() const;
   bool is_empty() const;
+  Unfinished unfinished() const;
 
  private:
   struct State;

@@ -6,9 +6,11 @@
 #include <filesystem>
 #include <fstream>
 #include <thread>
+#include <utility>
 
 #include "base/posix.h"
 #include "base/text.h"
+#include "support/carrier.h"
 #include "support/has.h"
 #include "support/job.h"
 
@@ -63,6 +65,7 @@ TEST(Hang, OfALogFileHoldsUpItsRankOnly) {
     EXPECT_EQ(job.wait().code, 143) << job.err();
     EXPECT_TRUE(has(job.err(), "told to stop by signal 15")) << job.err();
     EXPECT_FALSE(has(job.err(), "did not end in time")) << job.err();
+    EXPECT_TRUE(has(job.err(), "rank-0.log, rank-1.log are incomplete")) << job.err();
     wait_until_gone(job);
   }
   // More than is kept in memory: the ranks wait, the launcher says why, and nothing is lost.
@@ -74,6 +77,26 @@ TEST(Hang, OfALogFileHoldsUpItsRankOnly) {
   hang.end();
   EXPECT_EQ(job.wait().code, 0) << job.err();
   EXPECT_EQ(std::filesystem::file_size(folder + "/rank-0.log"), 40000U * 100 + 5);
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Hang, OfALogFileDoesNotKeepALauncherWhoseRanksHaveEnded) {
+  const Hang hang("HANG_OPEN");
+  const std::string folder = testing::TempDir() + text::format("hung-ends-{}", ::getpid());
+  const auto arguments = [&](const std::string& end) {
+    return std::vector<std::string>{"run", "-n",    "2",          "--log-dir", folder,
+                                    "--",  "ACTOR", "print done", end};
+  };
+  Job good(arguments("exit 0"), hang.options());
+  Job bad(arguments("exit 3"), hang.options());
+  EXPECT_EQ(good.wait().code, 0) << good.err();
+  EXPECT_EQ(bad.wait().code, 3) << bad.err();
+  for (const Job* job : {&good, &bad}) {
+    EXPECT_TRUE(has(job->out(), "[1] done\n")) << job->out();
+    EXPECT_TRUE(has(job->err(), "have taken nothing for 10 s: the launcher waits")) << job->err();
+    EXPECT_TRUE(has(job->err(), "rank-0.log, rank-1.log are incomplete")) << job->err();
+    EXPECT_TRUE(has(job->err(), folder)) << job->err();
+  }
   std::filesystem::remove_all(folder);
 }
 
@@ -96,6 +119,42 @@ TEST(Hang, OfTheNameServerHoldsUpNobody) {
   job.signal(SIGTERM);
   EXPECT_EQ(job.wait().code, 143) << job.err();
   EXPECT_FALSE(has(job.err(), "did not end in time")) << job.err();
+}
+
+// The name of host 0 is asked for again as nothing has come over the first connection, which then
+// gets through: it is the one that counts.
+TEST(Hang, OfTheNameServerDoesNotReplaceAConnectionThatHasJoined) {
+  const Hang hang("HANG_NAMES", false);
+  const int port = [] {
+    const Fd free = listen_at("127.0.0.1", 0);
+    sockaddr_in address{};
+    socklen_t size = sizeof address;
+    ::getsockname(free.get(), reinterpret_cast<sockaddr*>(&address), &size);
+    return ntohs(address.sin_port);
+  }();
+  bool is_first = true;
+  const Carrier carrier([&](const Fd&) {
+    if (std::exchange(is_first, false)) {
+      hang.begin();
+      std::this_thread::sleep_for(std::chrono::seconds(8));
+    }
+    return start_connecting("127.0.0.1", port);
+  });
+  const auto start = [&](const char* host_rank, int master_port, const char* preloaded) {
+    JobOptions options = hang.options();
+    options.variables["LD_PRELOAD"] = preloaded;
+    return std::make_unique<Job>(
+        std::vector<std::string>{"run", "-n", "1", "--hosts", "2", "--host-rank", host_rank,
+                                 "--master", text::format("127.0.0.1:{}", master_port), "--",
+                                 "ACTOR", "print ready", "sleep 3"},
+        options);
+  };
+  const auto first = start("0", port, "");
+  const auto second = start("1", carrier.port(), LOCKSTEP_HANG);
+  second->wait_for_output("ready");
+  hang.end();
+  EXPECT_EQ(first->wait().code, 0) << first->err();
+  EXPECT_EQ(second->wait().code, 0) << second->err();
 }
 
 // The thread that works hangs. Nothing outlives the launcher all the same.

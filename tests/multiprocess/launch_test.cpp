@@ -338,6 +338,21 @@ TEST(Launch, ARankThatIsBlamedMustFail) {
   EXPECT_FALSE(has(job.err(), "restart")) << job.err();
 }
 
+// Whoever ends first, and whoever the failed one blames.
+TEST(Launch, AFailureBesideRanksThatHaveSavedIsAFailure) {
+  const std::vector<std::vector<std::string>> scripts = {
+      {"@1 told 0", "sleep 1", "exit 75"},
+      {"@0 exit 75", "sleep 1", "told 0"},
+      {"@0 exit 75", "sleep 1", "exit 134"},
+      {"@1 told 2", "@0 sleep 1", "@0 exit 75", "sleep 2", "exit 134"}};
+  for (const auto& script : scripts) {
+    std::vector<std::string> arguments = {"run", "-n", "3", "--", "ACTOR"};
+    arguments.insert(arguments.end(), script.begin(), script.end());
+    const JobResult result = run_job(arguments);
+    EXPECT_EQ(result.code, 134) << script.front() << "\n" << result.err;
+  }
+}
+
 TEST(Launch, AFailureIsReportedAtTheEnd) {
   const JobResult result =
       run_job({"run", "-n", "3", "--", "ACTOR", "@1 lines 30 20", "@1 error the reason",
@@ -372,7 +387,7 @@ TEST(Launch, TheErrorOfARankThatWasStoppedIsInTheReport) {
   const JobResult result =
       run_job({"run", "-n", "3", "--", "ACTOR",
                "@0 error lockstep error on rank 0 (host a), join:", "@0 error   its own reason",
-               "@0 lines 7 20", "@1 sleep 1", "@1 exit 3", "sleep 60"});
+               "@0 sleep 1", "@0 lines 7 20", "@1 sleep 3", "@1 exit 3", "sleep 60"});
   EXPECT_EQ(result.code, 3);
   EXPECT_TRUE(has(result.err,
                   "Because of it:\n    rank 0 was killed by signal 15 (Terminated)\n      lockstep "

@@ -4,6 +4,7 @@
 #include <lockstep/error.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 
 #include "base/cause.h"
@@ -23,7 +24,9 @@ class Blames : public testing::Test {
     ::unsetenv("RANK");
     ::unsetenv(kBlameVariable);
   }
-  int read() const { return read_blame(file_.get(), 2, ::getpid()); }
+  int read(std::chrono::seconds later = {}) const {
+    return read_blame(file_.get(), 2, ::getpid(), std::chrono::steady_clock::now() + later);
+  }
 
   Fd file_ = make_memfd("blames");
 };
@@ -36,8 +39,16 @@ TEST_F(Blames, AnErrorNamesTheRankThatItIsBecauseOf) {
   EXPECT_EQ(read(), -1);
   const TimeoutError late({.rank = 5, .peer = 4}, "late");
   EXPECT_EQ(read(), 4);
-  EXPECT_EQ(read_blame(file_.get(), 2, ::getpid() + 1), -1);
-  EXPECT_EQ(read_blame(file_.get(), 1, ::getpid()), -1);
+  const auto now = std::chrono::steady_clock::now();
+  EXPECT_EQ(read_blame(file_.get(), 2, ::getpid() + 1, now), -1);
+  EXPECT_EQ(read_blame(file_.get(), 1, ::getpid(), now), -1);
+}
+
+// The program has caught it and gone on: what ends it later has another reason.
+TEST_F(Blames, AnErrorOfLongAgoIsNotWhyARankEnds) {
+  const PeerLostError lost({.rank = 5, .peer = 3}, "lost");
+  EXPECT_EQ(read(std::chrono::seconds(10)), 3);
+  EXPECT_EQ(read(std::chrono::seconds(60)), -1);
 }
 
 TEST_F(Blames, ACauseNamesTheRankThatToldIt) {
