@@ -21,7 +21,7 @@ bool contains_any(const std::string& text, std::initializer_list<const char*> wo
 // A connection breaks a moment before the dying process is seen as dead: one that throws ends its
 // threads first, which takes long on a busy machine.
 std::optional<Member> find_dead(const std::vector<Member>& members, int rank) {
-  constexpr auto kPatience = std::chrono::seconds(2);
+  constexpr auto kPatience = std::chrono::seconds(5);
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   const Member& here = members[static_cast<std::size_t>(rank)];
   do {

@@ -421,6 +421,9 @@ TEST_P(Calls, UnfinishedOperationsKeepNoMemoryWhenTheWorldHasEnded) {
           world.backend()->recv(tensors, 1, i);
         }
         EXPECT_GT(num_segments(), 0);
+        world.store()->set("posted", "1");
+      } else {
+        world.store()->wait({"posted"});  // before it leaves, which would be an error there
       }
     }
     EXPECT_EQ(num_segments(), 0);
