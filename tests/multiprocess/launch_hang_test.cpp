@@ -85,7 +85,7 @@ TEST(Hang, OfALogFileDoesNotKeepALauncherWhoseRanksHaveEnded) {
   const std::string folder = testing::TempDir() + text::format("hung-ends-{}", ::getpid());
   const auto arguments = [&](const std::string& end) {
     return std::vector<std::string>{"run", "-n",    "2",          "--log-dir", folder,
-                                    "--",  "ACTOR", "print done", end};
+                                    "--",  "ACTOR", "print done", "sleep 2",   end};
   };
   Job good(arguments("exit 0"), hang.options());
   Job bad(arguments("exit 3"), hang.options());
