@@ -20,9 +20,10 @@ bool contains_any(const std::string& text, std::initializer_list<const char*> wo
 
 // A connection breaks a moment before the dying process is seen as dead: one that throws ends its
 // threads first, which takes long on a busy machine.
-std::optional<Member> find_dead(const std::vector<Member>& members, int rank) {
-  constexpr auto kPatience = std::chrono::seconds(5);
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+constexpr auto kUntilDead = std::chrono::seconds(5);
+std::optional<Member> find_dead(const std::vector<Member>& members, int rank,
+                                std::chrono::seconds patience) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
   const Member& here = members[static_cast<std::size_t>(rank)];
   do {
     const auto dead = std::ranges::find_if(
@@ -60,7 +61,8 @@ void rethrow_translated(std::exception_ptr error, const std::vector<Member>& mem
   const bool is_broken =
       contains_any(cause, {"onnection", "closed", "reset by peer", "Broken pipe", "ocket"});
   if (is_timeout || is_broken) {
-    if (const auto dead = find_dead(members, rank)) {
+    if (const auto dead =
+            find_dead(members, rank, is_timeout ? std::chrono::seconds(0) : kUntilDead)) {
       place.peer = dead->rank;
       throw PeerLostError(place, text::format("{} lost {}: its process has ended.\n"
                                               "Look at the last lines of rank {}, fix the cause "
