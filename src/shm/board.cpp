@@ -106,6 +106,7 @@ std::optional<std::string> SharedText<kBytes>::read() const {
 BoardChannel::BoardChannel(std::shared_ptr<Board> board, std::string name, std::string label)
     : board_(std::move(board)), name_(std::move(name)), label_(std::move(label)) {
   board_->add(*this);
+  board_->add_caller(std::this_thread::get_id());
 }
 
 BoardChannel::~BoardChannel() { board_->remove(*this); }
@@ -175,9 +176,7 @@ Board::Board(Segment page, BoardOptions options)
         if (others.empty() || (options_.rank != 0 && options_.pages[0])) return nullptr;
         return std::make_unique<Courier>(options_.rank, std::move(others), options_.store);
       }()),
-      attached_(options_.pages.size()) {
-  callers_.insert(std::this_thread::get_id());
-}
+      attached_(options_.pages.size()) {}
 
 void Board::add(BoardChannel& channel) {
   const MutexLock lock(mutex_);
@@ -200,7 +199,12 @@ void Board::add_caller(std::thread::id thread) {
 
 void Board::remove_caller(std::thread::id thread) noexcept {
   const MutexLock lock(mutex_);
-  callers_.erase(thread);
+  // That no alarm is false rests on the thread that joined: without it none is raised.
+  if (thread == first_caller_) {
+    has_first_caller_ = false;
+  } else {
+    callers_.erase(thread);
+  }
   publish();
 }
 
@@ -246,7 +250,7 @@ std::string Board::state() const {
   for (const BoardWait* wait : waits_) waiting.insert(wait->thread_);
   const bool is_stuck =
       std::includes(waiting.begin(), waiting.end(), callers_.begin(), callers_.end());
-  if (!is_stuck) return {};
+  if (!is_stuck || !has_first_caller_) return {};
   std::string text = text::format("{}\n", generation_);
   for (const BoardChannel* channel : channels_) {
     text += text::format("started {} {}\n", channel->name_, channel->num_started_.load());

@@ -29,7 +29,8 @@
 // ranks, whatever the other threads do: if M of rank p waits for X, and rank q has not started X,
 // then M of rank q has neither passed its wait for X nor reached it, as X would be started there;
 // so it is in an earlier wait. That one, too, is for an operation that some rank has not started,
-// and so on: each wait is earlier than the one before, and the program has a first one.
+// and so on: each wait is earlier than the one before, and the program has a first one. Where M has
+// ended, nothing is published any more.
 // An operation that all ranks have started is never missing, so what is slow is not an alarm.
 //
 // How states reach rank 0, and the verdict the others: on the host of rank 0 by a page of memory
@@ -88,7 +89,8 @@ class Board;
 // An engine's part of the board.
 class BoardChannel {
  public:
-  // `name` is the same on all ranks, and has no spaces; `label` is what errors call it.
+  // `name` is the same on all ranks, and has no spaces; `label` is what errors call it. The calling
+  // thread, which joins or duplicates a world, is a caller.
   BoardChannel(std::shared_ptr<Board> board, std::string name, std::string label);
   ~BoardChannel();
   BoardChannel(const BoardChannel&) = delete;
@@ -160,7 +162,6 @@ class Board : public std::enable_shared_from_this<Board> {
   // The memory of a rank's page, to be named to the others.
   static Segment make_page();
 
-  // The calling thread is the first caller.
   Board(Segment page, BoardOptions options);
   Board(const Board&) = delete;
   Board& operator=(const Board&) = delete;
@@ -197,9 +198,11 @@ class Board : public std::enable_shared_from_this<Board> {
   const BoardOptions options_;
   const Segment memory_;
   BoardPage& page_;
+  const std::thread::id first_caller_ = std::this_thread::get_id();  // it joined the world
   const std::unique_ptr<Courier> courier_;  // where rank 0 and this rank, or others, are apart
 
   Mutex mutex_;
+  bool has_first_caller_ LOCKSTEP_GUARDED_BY(mutex_) = true;
   std::set<std::thread::id> callers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::list<BoardChannel*> channels_ LOCKSTEP_GUARDED_BY(mutex_);
   std::list<BoardWait*> waits_ LOCKSTEP_GUARDED_BY(mutex_);

@@ -124,7 +124,7 @@ class Rank {
 
 // `hosts`: a letter for each rank.
 void run_on_board(const std::string& hosts, milliseconds patience, microseconds store_delay,
-                  const std::function<void(Rank&)>& body) {
+                  const std::function<void(Rank&)>& body, bool joins_in_another_thread = false) {
   const std::size_t size = hosts.size();
   SlowStore store(store_delay);
   Started started(size);
@@ -147,8 +147,11 @@ void run_on_board(const std::string& hosts, milliseconds patience, microseconds 
           auto& page = options.pages.emplace_back();
           if (hosts[peer] == hosts[rank]) page = names[peer];
         }
-        ranks[rank] = std::make_unique<Rank>(static_cast<int>(rank), started,
-                                             std::move(pages[rank]), options);
+        const auto join = [&] {
+          ranks[rank] = std::make_unique<Rank>(static_cast<int>(rank), started,
+                                               std::move(pages[rank]), options);
+        };
+        joins_in_another_thread ? std::thread(join).join() : join();
         body(*ranks[rank]);
       });
     }
@@ -185,6 +188,19 @@ TEST(Board, AThreadThatHasEndedIsNotWaitedFor) {
     expect_mismatch([&] { rank.call(rank.rank()); },
                     "rank 0 in all_reduce 1, of channel A; rank 1 in all_reduce 1, of channel B");
   });
+}
+
+// A rank may have no caller for a while, between threads that come one after the other.
+TEST(Board, WithoutTheThreadThatJoinedNothingIsSaid) {
+  run_on_board(
+      "aa", milliseconds(20), microseconds(0),
+      [](Rank& rank) {
+        if (rank.rank() == 0) std::this_thread::sleep_for(milliseconds(500));
+        std::thread([&] { rank.call(0); }).join();
+        if (rank.rank() == 1) std::this_thread::sleep_for(milliseconds(500));
+        std::thread([&] { rank.call(1); }).join();
+      },
+      true);
 }
 
 TEST(Board, RanksThatWaitForTheSameAreNamedTogether) {
