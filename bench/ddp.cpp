@@ -107,12 +107,7 @@ class Bench {
   int run() {
     print_heading();
     for (const Amount& amount : chosen_amounts()) table(amount);
-    const bool is_good = wrong_ == 0 && failed_ == 0;
-    if (!options_.is_json) {
-      text::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong_, failed_,
-                  is_good ? "OK" : "FAILED");
-    }
-    return is_good ? 0 : 1;
+    return bench::verdict(wrong_, failed_, options_.is_json);
   }
 
  private:

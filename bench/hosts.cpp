@@ -149,12 +149,7 @@ class Bench {
       std::erase_if(rows, [](const Row& row) { return row.rounds.empty(); });
       for (const Row& row : rows) print(job, row, rows.front());
     }
-    const bool is_good = wrong_ == 0 && failed_ == 0;
-    if (!options_.is_json) {
-      text::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong_, failed_,
-                  is_good ? "OK" : "FAILED");
-    }
-    return is_good ? 0 : 1;
+    return bench::verdict(wrong_, failed_, options_.is_json);
   }
 
  private:

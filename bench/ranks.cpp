@@ -83,4 +83,13 @@ int run_ranks(int num_ranks, const std::vector<std::string>& arguments,
   return run_and_wait(std::move(commands), outputs);
 }
 
+int verdict(std::int64_t wrong, std::int64_t failed, bool is_json) {
+  const bool is_good = wrong == 0 && failed == 0;
+  if (!is_json) {
+    text::print("# Wrong values: {}, failed runs: {}. {}\n\n", wrong, failed,
+                is_good ? "OK" : "FAILED");
+  }
+  return is_good ? 0 : 1;
+}
+
 }  // namespace lockstep::bench

@@ -1,6 +1,7 @@
 // What all benchmarks need to run ranks: start them and wait, give each a core, name the machine.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -27,5 +28,8 @@ int run_and_wait(std::vector<Command> commands, std::vector<std::string>* output
 int run_ranks(int num_ranks, const std::vector<std::string>& arguments,
               const std::map<std::string, std::string>& variables,
               std::vector<std::string>* outputs = nullptr);
+
+// The last line of a bench, and its exit code: 1 if a value was wrong or a run failed.
+int verdict(std::int64_t wrong, std::int64_t failed, bool is_json);
 
 }  // namespace lockstep::bench

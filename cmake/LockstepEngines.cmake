@@ -4,7 +4,7 @@
 set(LOCKSTEP_ENGINE_SRCS "")
 set_property(GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE "")
 
-# lockstep_engine(gloo "" DETAIL) builds it; lockstep_engine(mpi "reason" "") does not.
+# lockstep_engine(gloo "" DETAIL) builds it; lockstep_engine(mpi "reason" "") builds its stub.
 function(lockstep_engine name reason detail)
   string(TOUPPER ${name} upper)
   set(wish ${LOCKSTEP_WITH_${upper}})
@@ -20,6 +20,11 @@ function(lockstep_engine name reason detail)
     set_property(GLOBAL APPEND PROPERTY LOCKSTEP_ENGINE_TABLE "  ${name}\tyes\t${detail}")
   endif()
   set(LOCKSTEP_NO_${upper} "${reason}" PARENT_SCOPE)
+  if(reason)
+    set(LOCKSTEP_ENGINE_SRCS ${LOCKSTEP_ENGINE_SRCS} ${name}/no_${name} PARENT_SCOPE)
+    set_property(SOURCE src/engine/${name}/no_${name}.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+                 LOCKSTEP_NO_${upper}="${reason}")
+  endif()
 endfunction()
 
 function(lockstep_print_engines)
@@ -41,11 +46,7 @@ elseif(NOT EXISTS ${LOCKSTEP_TORCH_ROOT}/include/torch/csrc/distributed/c10d/Pro
   set(reason "this LibTorch has no ProcessGroupGloo.hpp: it was built without distributed")
 endif()
 lockstep_engine(gloo "${reason}" "LibTorch's, with headers from ${LOCKSTEP_GLOO_INCLUDE_DIR}")
-if(LOCKSTEP_NO_GLOO)
-  list(APPEND LOCKSTEP_ENGINE_SRCS gloo/no_gloo)
-  set_property(SOURCE src/engine/gloo/no_gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS
-               LOCKSTEP_NO_GLOO="${LOCKSTEP_NO_GLOO}")
-else()
+if(NOT LOCKSTEP_NO_GLOO)
   list(APPEND LOCKSTEP_ENGINE_SRCS gloo/gloo gloo/own_address)
   # The header declares nothing without this; LibTorch's own configuration usually sets it too.
   set_property(SOURCE src/engine/gloo/gloo.cpp APPEND PROPERTY COMPILE_DEFINITIONS USE_C10D_GLOO)
@@ -65,11 +66,7 @@ if(NOT MPI_CXX_FOUND)
   set(reason "no MPI was found: install libopenmpi-dev or libmpich-dev")
 endif()
 lockstep_engine(mpi "${reason}" "MPI ${MPI_CXX_VERSION}, with headers from ${MPI_CXX_HEADER_DIR}")
-if(LOCKSTEP_NO_MPI)
-  list(APPEND LOCKSTEP_ENGINE_SRCS mpi/no_mpi)
-  set_property(SOURCE src/engine/mpi/no_mpi.cpp APPEND PROPERTY COMPILE_DEFINITIONS
-               LOCKSTEP_NO_MPI="${LOCKSTEP_NO_MPI}")
-else()
+if(NOT LOCKSTEP_NO_MPI)
   list(APPEND LOCKSTEP_ENGINE_SRCS mpi/mpi mpi/calls mpi/notices mpi/pieces mpi/plan mpi/runner mpi/traffic)
   set(LOCKSTEP_MPI_TARGET MPI::MPI_CXX)
   set(LOCKSTEP_MPI_WORLD_SRCS join_mpi)
@@ -89,11 +86,7 @@ else()
   set(reason "this LibTorch is built for CPUs")
 endif()
 lockstep_engine(nccl "${reason}" "LibTorch's, with headers from ${LOCKSTEP_NCCL_INCLUDE_DIR} (compiled, never run by our tests)")
-if(LOCKSTEP_NO_NCCL)
-  list(APPEND LOCKSTEP_ENGINE_SRCS nccl/no_nccl)
-  set_property(SOURCE src/engine/nccl/no_nccl.cpp APPEND PROPERTY COMPILE_DEFINITIONS
-               LOCKSTEP_NO_NCCL="${LOCKSTEP_NO_NCCL}")
-else()
+if(NOT LOCKSTEP_NO_NCCL)
   list(APPEND LOCKSTEP_ENGINE_SRCS nccl/nccl)
   set_property(SOURCE src/engine/nccl/nccl.cpp APPEND PROPERTY COMPILE_DEFINITIONS USE_C10D_NCCL)
   set_property(SOURCE src/engine/nccl/nccl.cpp APPEND PROPERTY INCLUDE_DIRECTORIES

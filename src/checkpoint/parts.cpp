@@ -149,6 +149,14 @@ Part part_of(std::function<SamplerState()> state,
               }};
 }
 
+void refuse_large(std::size_t bytes) {
+  if (bytes <= kMaxSmallBytes) return;
+  throw UsageError({.operation = "save"},
+                   text::format("What is not a tensor makes {} bytes, more than {}.\nSave large "
+                                "things as tensors.",
+                                bytes, kMaxSmallBytes));
+}
+
 Part part_of(const std::string& name, std::function<std::string()> save,
              std::function<void(const std::string&)> load) {
   return {.name = name,
@@ -156,6 +164,7 @@ Part part_of(const std::string& name, std::function<std::string()> save,
           .save =
               [save = std::move(save), name](Snapshot& snapshot) {
                 const Json text = save();
+                refuse_large(text.get_ref<const std::string&>().size());
                 try {
                   text.dump();
                 } catch (const Json::exception&) {

@@ -51,6 +51,8 @@ Part part_of(std::function<SamplerState()> state,
              std::function<void(const SamplerState&)> load_state, const std::string& name);
 Part part_of(const std::string& name, std::function<std::string()> save,
              std::function<void(const std::string&)> load);
+// What is not a tensor is read whole: it must fit.
+void refuse_large(std::size_t bytes);
 // The random generators of all ranks. Collective when it is saved.
 Part random_part(const World& world);
 

@@ -69,11 +69,7 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
                       {"world_size", world.size()},
                       {"parts", snapshot.values}};
   std::string text = state.dump(1) + "\n";
-  if (text.size() > kMaxSmallBytes) {
-    throw UsageError(place, text::format("What is not a tensor makes {} bytes, more than {}.\nSave "
-                                         "large things as tensors.",
-                                         text.size(), kMaxSmallBytes));
-  }
+  refuse_large(text.size());
   return text;
 }
 

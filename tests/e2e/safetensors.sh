@@ -2,12 +2,7 @@
 # Python's safetensors reads lockstep's files, and lockstep reads Python's, to the bit.
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 
-python=$repo/build/venv/bin/python3
-"$python" -c 'import safetensors' 2>/dev/null || {
-  [ "${CI:-}" ] && die "the package safetensors is not installed: ./dev test does that"
-  echo "without safetensors there is nothing to test"
-  exit 0
-}
+need_package safetensors
 "$python" - "$work" <<'EOF'
 import sys
 import torch

@@ -39,3 +39,12 @@ refuse() {
 fenced() {
   awk -v fence="\`\`\`$2" '$0 == fence { inside = 1; next } /^```/ { inside = 0 } inside' "$1"
 }
+
+# need_package NAME: of Python's; in CI it must be there. Without it the test ends here.
+python=$repo/build/venv/bin/python3
+need_package() {
+  "$python" -c "import $1" 2>/dev/null && return
+  [ "${CI:-}" ] && die "the package $1 is not installed: ./dev test does that"
+  echo "without $1 there is nothing to test"
+  exit 0
+}

@@ -2,12 +2,7 @@
 # The real TensorBoard reads what lockstep writes for it.
 source "$(dirname "${BASH_SOURCE[0]}")/support.sh"
 
-python=$repo/build/venv/bin/python3
-"$python" -c 'import tensorboard' 2>/dev/null || {
-  [ "${CI:-}" ] && die "the package tensorboard is not installed: ./dev test does that"
-  echo "without tensorboard there is nothing to test"
-  exit 0
-}
+need_package tensorboard
 mkdir "$work/events"
 LOCKSTEP_TEST_EVENTS=$work/events "$build/tests/test_kit" --gtest_filter=TensorBoard.WritesEvents >"$work/log" 2>&1 ||
   die "$(cat "$work/log")"

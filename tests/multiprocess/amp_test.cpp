@@ -14,11 +14,8 @@
 
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using test::all_passed;
-using test::run_ranks;
 
 TEST(Autocast, IsAScope) {
   const auto a = at::randn({4, 4});
@@ -232,4 +229,4 @@ TEST(Seed, SameModelEverywhereAndNumbersOfTheirOwn) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -15,12 +15,11 @@
 
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using test::all_passed;
 using Tensors = std::vector<at::Tensor>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 using Future = c10::intrusive_ptr<c10::ivalue::Future>;
@@ -32,10 +31,10 @@ class Calls : public testing::TestWithParam<std::string> {
                   milliseconds timeout = seconds(40)) {
     run_ranks(size, [&](int) { body(join(timeout)); });
   }
-  static void run_ranks(int size, const test::RankBody& body) {
+  static void run_ranks(int size, const RankBody& body) {
     const std::string others(static_cast<std::size_t>(size - 1), 'a');
-    EXPECT_TRUE(all_passed(test::run_ranks(
-        size, body, GetParam() == "shm" ? test::RankOptions{} : test::on_hosts(others + "b"))));
+    EXPECT_TRUE(all_passed(
+        test::run_ranks(size, body, GetParam() == "shm" ? RankOptions{} : on_hosts(others + "b"))));
   }
   static World join(milliseconds timeout = seconds(40)) {
     return World::join({.engine = GetParam(), .timeout = timeout});
@@ -464,4 +463,4 @@ TEST_P(Calls, ARankThatKeepsTheEnginesMemoryIsSeenToLeave) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

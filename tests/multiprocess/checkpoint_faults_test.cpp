@@ -60,14 +60,10 @@ int __wrap_rename(const char* from, const char* to) {
 }
 }
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 namespace fs = std::filesystem;
-using test::all_passed;
-using test::run_ranks;
-using test::TempFolder;
-using test::Training;
 
 constexpr const char* kFolder = "LOCKSTEP_TEST_FOLDER";
 
@@ -116,7 +112,7 @@ TEST(DiskFaults, AreReportedOnAllRanksAndLoseNothing) {
               // A rename that happened but is not known to be on the disk may stay.
               if (is_saved) {
                 EXPECT_EQ(loaded.step, 2);
-                EXPECT_TRUE(test::is_equal(before, run.state()));
+                EXPECT_TRUE(is_equal(before, run.state()));
               }
               for (const auto& entry : fs::directory_iterator(folder.path())) {
                 EXPECT_FALSE(entry.path().filename().string().starts_with(".unfinished"))
@@ -200,11 +196,11 @@ TEST(RandomKill, NeverLosesACheckpoint) {
     }
   };
   std::mt19937 random(std::random_device{}());
-  const int rounds = test::soak(12, 300);
+  const int rounds = soak(12, 300);
   for (int i = 0; i < rounds; ++i) {
     auto variables = folder.variables();
     variables["LOCKSTEP_TEST_ROUND"] = std::to_string(i);
-    test::Ranks ranks(2, body, {.variables = variables});
+    Ranks ranks(2, body, {.variables = variables});
     ranks.wait_for_output(0, "ready from");
     ranks.wait_for_output(1, "ready from");
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 60'000));
@@ -212,7 +208,7 @@ TEST(RandomKill, NeverLosesACheckpoint) {
     ranks.kill(victim, SIGKILL);
     const auto results = ranks.wait();
     const auto& other = results[static_cast<std::size_t>(1 - victim)];
-    ASSERT_TRUE(other.status.is_ok()) << "round " << i << "\n" << test::show(results);
+    ASSERT_TRUE(other.status.is_ok()) << "round " << i << "\n" << show(results);
   }
 }
 
@@ -227,8 +223,7 @@ int count(const std::string& text, const std::string& what) {
 
 TEST(Preemption, OneRankIsToldAllSaveAndTheJobGoesOn) {
   const TempFolder folder("");
-  test::Job job(
-      {"run", "-n", "2", "--max-restarts", "1", "--", LOCKSTEP_TRAINER, folder.path(), "40"});
+  Job job({"run", "-n", "2", "--max-restarts", "1", "--", LOCKSTEP_TRAINER, folder.path(), "40"});
   job.wait_for_output("rank 1 is at step 5 ");
   const std::string line = job.out().substr(job.out().find("rank 1 is process ") + 18);
   ::kill(std::stoi(line), SIGTERM);
@@ -247,7 +242,7 @@ TEST(Preemption, OneRankIsToldAllSaveAndTheJobGoesOn) {
 
 TEST(Preemption, TheLauncherIsToldAndSaysThatTheJobCanGoOn) {
   const TempFolder folder("");
-  test::Job job(
+  Job job(
       {"run", "-n", "2", "--max-restarts", "3", "--", LOCKSTEP_TRAINER, folder.path(), "100000"});
   job.wait_for_output("rank 1 is at step 5 ");
   job.signal(SIGTERM);
@@ -261,12 +256,12 @@ TEST(Preemption, TheLauncherIsToldAndSaysThatTheJobCanGoOn) {
 
 // A rank that fails counts for more than another that has saved and left.
 TEST(Preemption, ACrashIsNotTakenForASavedState) {
-  const auto result = test::run_job(
-      {"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 0 ] && exit 75; sleep 0.3; exit 3"});
+  const auto result =
+      run_job({"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 0 ] && exit 75; sleep 0.3; exit 3"});
   EXPECT_EQ(result.code, 3) << result.err;
   EXPECT_NE(result.err.find("rank 1 "), std::string::npos) << result.err;
   EXPECT_EQ(result.err.find("has saved its state"), std::string::npos) << result.err;
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -19,15 +19,10 @@
 #include "multiprocess/checkpoint_run.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 namespace fs = std::filesystem;
-using test::all_passed;
-using test::is_equal;
-using test::run_ranks;
-using test::TempFolder;
-using test::Training;
 
 constexpr const char* kFolder = "LOCKSTEP_TEST_FOLDER";
 
@@ -361,7 +356,7 @@ TEST(Resume, AtAnotherWorldSizeTakesTheSameSteps) {
     const auto mine = run.step();
     EXPECT_EQ(std::multiset<std::size_t>(mine.begin(), mine.end()), theirs) << "step " << i;
   }
-  test::DropNet end;
+  DropNet end;
   load_weights(folder.path() + "/end.safetensors", *end);
   const auto ours = run.model->parameters();
   const auto others = end->parameters();
@@ -614,8 +609,11 @@ TEST(Checkpoint, WhatCouldNotBeLoadedIsNotSaved) {
       "note", [] { return std::string("\xff"); }, [](const std::string&) {});
   expect_error<UsageError>([&] { bytes.save(1); }, {"The text of 'note' is not UTF-8"});
   Checkpointer large(folder.path() + "/large", world);
-  large.add(
-      "note", [] { return std::string(300 << 20, 'x'); }, [](const std::string&) {});
+  // One that is too large by itself, or two together, which take longer to write down.
+  for (const std::string name : {"first", "second"}) {
+    large.add(
+        name, [] { return std::string(soak(300, 200) << 20, 'x'); }, [](const std::string&) {});
+  }
   expect_error<UsageError>([&] { large.save(1); }, {"What is not a tensor makes"});
   EXPECT_TRUE(checkpoints_in(folder.path() + "/large").empty());
 }
@@ -760,7 +758,7 @@ TEST(Weights, EveryTypeAndLayoutComesBack) {
 TEST(Weights, NamesAreThoseOfTheModelAndOthersAreListed) {
   const TempFolder folder(kFolder);
   const std::string path = folder.path() + "/w.safetensors";
-  const test::DropNet model;
+  const DropNet model;
   save_weights(path, *model);
   std::set<std::string> names;
   for (const NamedTensor& one : load_tensors(path)) names.insert(one.name);
@@ -770,7 +768,7 @@ TEST(Weights, NamesAreThoseOfTheModelAndOthersAreListed) {
   torch::nn::Sequential other(torch::nn::Linear(4, 16));
   expect_error<UsageError>([&] { load_weights(path, *other); },
                            {"missing: 0.weight F32 [16, 4]", "unexpected: first.bias F32 [16]"});
-  test::DropNet half;
+  DropNet half;
   half->to(at::kBFloat16);
   expect_error<UsageError>([&] { load_weights(path, *half); }, {"F32 [16, 4] in the file, BF16"});
   load_weights(path, *half, {.strict = false});
@@ -778,4 +776,4 @@ TEST(Weights, NamesAreThoseOfTheModelAndOthersAreListed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

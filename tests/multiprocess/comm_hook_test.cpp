@@ -19,12 +19,9 @@
 #include "multiprocess/checks.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
-using test::all_passed;
-using test::Check;
-using test::run_ranks;
 using Hook = std::shared_ptr<CommHook>;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -562,7 +559,7 @@ const Check TopKSendsLaterWhatItDidNotSend(
 class CommHooks : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, CommHooks, testing::Values(1, 2, 3));
 
-TEST_P(CommHooks, GiveTheMeanTheyPromise) { test::run_checks(GetParam()); }
+TEST_P(CommHooks, GiveTheMeanTheyPromise) { run_checks(GetParam()); }
 
 TEST(CommHookOptions, AreCheckedAndToldApart) {
   EXPECT_THROW(power_sgd_hook({.rank = 0}), UsageError);
@@ -858,4 +855,4 @@ TEST(DroppedStep, LeavesNoTracesInAHook) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -5,44 +5,32 @@
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
-#include <iostream>
 #include <random>
 #include <thread>
 
+#include "support/mismatch.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using test::all_passed;
-using test::run_ranks;
-using Clock = std::chrono::steady_clock;
 
 class CrossedWaits : public testing::TestWithParam<std::string> {
  protected:
   static constexpr int kSize = 3;
-  static test::RankOptions options() { return test::on_hosts(GetParam()); }
+  static RankOptions options() { return on_hosts(GetParam()); }
   static World join() { return World::join({.timeout = seconds(60)}); }
 
-  // Within a second or so; the limit is for machines that are busy.
-  static void expect_mismatch(const std::function<void()>& call,
-                              const std::vector<std::string>& words) {
-    const auto start = Clock::now();
-    try {
-      call();
-      ADD_FAILURE() << "it ended";
-    } catch (const MismatchError& error) {
-      for (const std::string& one : words) {
-        EXPECT_NE(error.message().find(one), std::string::npos) << one << "\nin " << error.what();
-      }
-    }
-    const std::chrono::duration<double> took = Clock::now() - start;
-    std::cout << "took " << took.count() << " s" << std::endl;
-    EXPECT_LT(took.count(), 15);
-    // So that nobody is seen to be gone before all have thrown.
-    std::this_thread::sleep_for(seconds(2));
+  using Call = std::function<void(const World& world)>;
+  static void expect_crossed(const Call& on_rank0, const Call& on_others,
+                             const std::vector<std::string>& words) {
+    const auto body = [&](int rank) {
+      const World world = join();
+      expect_mismatch([&] { rank == 0 ? on_rank0(world) : on_others(world); }, words);
+    };
+    EXPECT_TRUE(all_passed(run_ranks(kSize, body, options())));
   }
 };
 
@@ -78,21 +66,9 @@ TEST_P(CrossedWaits, TheWorldItselfAgainstADuplicate) {
 }
 
 TEST_P(CrossedWaits, MakingAWorldAgainstACollective) {
-  EXPECT_TRUE(all_passed(run_ranks(
-      kSize,
-      [](int rank) {
-        const World world = join();
-        expect_mismatch(
-            [&] {
-              if (rank == 0) {
-                world.duplicate();
-              } else {
-                world.sum(1);
-              }
-            },
-            {"duplicate (barrier)", "all_reduce of f64[1]"});
-      },
-      options())));
+  expect_crossed([](const World& world) { world.duplicate(); },
+                 [](const World& world) { world.sum(1); },
+                 {"duplicate (barrier)", "all_reduce of f64[1]"});
 }
 
 TEST_P(CrossedWaits, ACollectiveInsideOnRank0IsRefusedOnAllRanks) {
@@ -127,21 +103,9 @@ TEST(OnRank0, RefusesCollectivesOnGloo) {
 }
 
 TEST_P(CrossedWaits, OnRank0IsNamed) {
-  EXPECT_TRUE(all_passed(run_ranks(
-      kSize,
-      [](int rank) {
-        const World world = join();
-        expect_mismatch(
-            [&] {
-              if (rank == 0) {
-                world.sum(1);
-              } else {
-                world.on_rank0([] {});
-              }
-            },
-            {"all_reduce of f64[1]", "on_rank0 (broadcast of i64[1]"});
-      },
-      options())));
+  expect_crossed([](const World& world) { world.sum(1); },
+                 [](const World& world) { world.on_rank0([] {}); },
+                 {"all_reduce of f64[1]", "on_rank0 (broadcast of i64[1]"});
 }
 
 // Several worlds, two threads that each wait on one of them, and delays beyond the board's
@@ -157,7 +121,7 @@ TEST_P(CrossedWaits, NothingIsFoundWhereRanksAreOnlyLate) {
         const auto train = [&](unsigned seed, const World& first, const World& second) {
           std::mt19937 calls(seed);
           std::mt19937 delays(seed + 100 * static_cast<unsigned>(rank) + 1);
-          for (int i = 0; i < test::soak(12, 200); ++i) {
+          for (int i = 0; i < soak(12, 200); ++i) {
             if (delays() % 3 == 0) std::this_thread::sleep_for(milliseconds(delays() % 1500));
             const World& one = calls() % 2 == 0 ? first : second;
             EXPECT_EQ(one.sum(1), one.size());
@@ -207,4 +171,4 @@ TEST_P(CrossedWaits, ARankThatWaitsForAMessageIsNotStuck) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -10,20 +10,18 @@
 #include "support/fault_script.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using test::FaultScript;
-using test::run_ranks;
 
 class Faults : public testing::TestWithParam<std::string> {
  protected:
   // The hierarchical engine has the last rank on another host.
-  static test::RankOptions options(int size) {
+  static RankOptions options(int size) {
     if (GetParam() != "hierarchical") return {};
-    return test::on_hosts(std::string(static_cast<std::size_t>(size - 1), 'a') + "b");
+    return on_hosts(std::string(static_cast<std::size_t>(size - 1), 'a') + "b");
   }
 
   void train(const FaultScript& script, int rank, milliseconds timeout) {
@@ -55,8 +53,8 @@ class Faults : public testing::TestWithParam<std::string> {
       std::this_thread::sleep_for(seconds(2));
     };
     const auto results = run_ranks(3, body, options(3));
-    EXPECT_TRUE(results[0].status.is_ok()) << test::show(results);
-    EXPECT_TRUE(results[2].status.is_ok()) << test::show(results);
+    EXPECT_TRUE(results[0].status.is_ok()) << show(results);
+    EXPECT_TRUE(results[2].status.is_ok()) << show(results);
     EXPECT_FALSE(results[1].status.is_ok());
     EXPECT_LT(std::max(results[0].seconds, results[2].seconds), results[1].seconds + 2 + 5);
   }
@@ -84,7 +82,7 @@ TEST_P(Faults, AStoppedRankIsATimeout) {
       std::cout << error.what() << std::endl;
     }
   };
-  test::Ranks ranks(2, body, options(2));
+  Ranks ranks(2, body, options(2));
   ranks.wait_for_output(0, "lockstep error on rank 0");
   ranks.kill(1, SIGKILL);
   EXPECT_TRUE(ranks.wait()[0].status.is_ok());
@@ -99,8 +97,8 @@ TEST_P(Faults, ARankThatStaysAwayIsATimeout) {
     }
     EXPECT_THROW(world.barrier(), TimeoutError);
   };
-  EXPECT_TRUE(test::all_passed(run_ranks(2, body, options(2))));
+  EXPECT_TRUE(all_passed(run_ranks(2, body, options(2))));
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -10,14 +10,11 @@
 
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using test::all_passed;
-using test::on_hosts;
-using test::run_ranks;
 
 // One rank at something else: on its own host, and on another.
 class Mismatch : public testing::TestWithParam<int> {};
@@ -93,17 +90,17 @@ void RankDies::expect_that_all_name_it(bool has_messages) {
     for (const auto& future : futures) EXPECT_THROW(future->waitAndThrow(), PeerLostError);
     std::this_thread::sleep_for(seconds(1));  // until the others have seen the first death, too
   };
-  test::Ranks ranks(4, body, on_hosts(GetParam().layout));
+  Ranks ranks(4, body, on_hosts(GetParam().layout));
   for (int rank = 0; rank < 4; ++rank) ranks.wait_for_output(rank, "at work");
   ranks.kill(victim, SIGKILL);
   const auto results = ranks.wait();
   const auto dead = static_cast<std::size_t>(victim);
   for (std::size_t rank = 0; rank < results.size(); ++rank) {
     if (rank == dead) continue;
-    EXPECT_TRUE(results[rank].status.is_ok()) << test::show(results);
+    EXPECT_TRUE(results[rank].status.is_ok()) << show(results);
     EXPECT_NE(results[rank].output.find("rank " + std::to_string(victim) + " ("), std::string::npos)
-        << test::show(results);
-    EXPECT_LT(results[rank].seconds, results[dead].seconds + 1 + 10) << test::show(results);
+        << show(results);
+    EXPECT_LT(results[rank].seconds, results[dead].seconds + 1 + 10) << show(results);
   }
 }
 
@@ -147,4 +144,4 @@ TEST(HierarchicalFaults, EndsWithoutWaitingForWhatNobodyWaitsFor) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -11,14 +11,11 @@
 #include "shm/group.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using test::all_passed;
-using test::on_hosts;
-using test::run_ranks;
 using Tensors = std::vector<at::Tensor>;
 
 // Numbers whose sums depend on the order of addition; every rank can make those of all.
@@ -230,4 +227,4 @@ TEST_P(LargeOperations, AreRight) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -17,13 +17,10 @@
 #include "support/net_hosts.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::seconds;
-using test::has;
-using test::NetHosts;
-using test::on_network;
 
 #define NEED_NETWORK() \
   if (const std::string reason = NetHosts::why_not(); !reason.empty()) GTEST_SKIP() << reason
@@ -33,7 +30,7 @@ int total(const std::vector<int>& ranks) { return std::accumulate(ranks.begin(),
 TEST(Hosts, FindTheirNetworkByThemselves) {
   NEED_NETWORK();
   const NetHosts hosts(3);
-  const auto results = test::run_ranks(
+  const auto results = run_ranks(
       6,
       [](int rank) {
         const World world = World::join({.timeout = seconds(30)});
@@ -44,7 +41,7 @@ TEST(Hosts, FindTheirNetworkByThemselves) {
         EXPECT_EQ(sum[299999].item<int>(), 21);
       },
       on_network(hosts, {3, 2, 1}));
-  EXPECT_TRUE(test::all_passed(results));
+  EXPECT_TRUE(all_passed(results));
   EXPECT_TRUE(has(results[0].output,
                   "6 ranks on 3 hosts, started by lockstep; engine: "
                   "hierarchical:gloo (several hosts, with Gloo between them)"))
@@ -56,7 +53,7 @@ TEST(Hosts, FindTheirNetworkByThemselves) {
 TEST(Hosts, FindTheirNetworkForAPartOfTheWorld) {
   NEED_NETWORK();
   const NetHosts hosts(3);
-  EXPECT_TRUE(test::all_passed(test::run_ranks(
+  EXPECT_TRUE(all_passed(run_ranks(
       3,
       [](int rank) {
         const World world = World::join({.timeout = seconds(30)});
@@ -80,7 +77,7 @@ TEST(Hosts, RefuseALoopback) {
   const NetHosts hosts(2);
   auto options = on_network(hosts, {1, 1});
   options.variables["GLOO_SOCKET_IFNAME"] = "lo";
-  const auto results = test::run_ranks(
+  const auto results = run_ranks(
       2,
       [](int) {
         try {
@@ -92,14 +89,14 @@ TEST(Hosts, RefuseALoopback) {
         }
       },
       options);
-  EXPECT_TRUE(test::all_passed(results));
+  EXPECT_TRUE(all_passed(results));
 }
 
 // The same bits on one host and on two, and in every run.
 TEST(Hosts, GiveTheBitsOfOneHost) {
   NEED_NETWORK();
   const NetHosts hosts(2);
-  EXPECT_TRUE(test::all_passed(test::run_ranks(
+  EXPECT_TRUE(all_passed(run_ranks(
       4,
       [](int rank) {
         const World world = World::join({.timeout = seconds(30)});
@@ -122,7 +119,7 @@ TEST(Hosts, GiveTheBitsOfOneHost) {
 TEST(Hosts, AreToldOfWaitsInDifferentCalls) {
   NEED_NETWORK();
   const NetHosts hosts(2);
-  EXPECT_TRUE(test::all_passed(test::run_ranks(
+  EXPECT_TRUE(all_passed(run_ranks(
       4,
       [](int rank) {
         const World world = World::join({.timeout = seconds(60)});
@@ -148,7 +145,7 @@ TEST(Hosts, StartManyRanksSoon) {
   const NetHosts hosts(4);
   auto options = on_network(hosts, {16, 16, 16, 16});
   options.deadline = seconds(110);
-  const auto results = test::run_ranks(
+  const auto results = run_ranks(
       64,
       [](int) {
         const auto start = std::chrono::steady_clock::now();
@@ -158,7 +155,7 @@ TEST(Hosts, StartManyRanksSoon) {
         if (world.rank() == 0) std::cout << "joined in " << taken.count() << " s" << std::endl;
       },
       options);
-  EXPECT_TRUE(test::all_passed(results));
+  EXPECT_TRUE(all_passed(results));
   const std::size_t line = results[0].output.find("joined in ");
   ASSERT_NE(line, std::string::npos);
   RecordProperty("seconds", results[0].output.substr(line + 10, 6));
@@ -208,10 +205,10 @@ TEST_P(HostInTrouble, IsNamedByEveryRankElsewhere) {
   NEED_NETWORK();
   const Trouble& trouble = GetParam();
   const int num_hosts = static_cast<int>(trouble.ranks.size());
-  const int times = test::is_rank() ? 1 : test::soak(1, 20);
+  const int times = is_rank() ? 1 : soak(1, 20);
   for (int time = 0; time < times; ++time) {
     NetHosts hosts(num_hosts, "1gbit");
-    test::Ranks ranks(total(trouble.ranks), work_until_trouble, on_network(hosts, trouble.ranks));
+    Ranks ranks(total(trouble.ranks), work_until_trouble, on_network(hosts, trouble.ranks));
     for (int host = 0; host < num_hosts; ++host) ranks.wait_for_output(host, "at work");
     const auto start = std::chrono::steady_clock::now();
     trouble.strike(hosts, trouble.victim);
@@ -234,7 +231,7 @@ TEST_P(HostInTrouble, IsNamedByEveryRankElsewhere) {
         if (!has(line, "heard: ")) continue;
         EXPECT_TRUE(has(line, NetHosts::host_name(trouble.victim)) && !has(line, "WRONG"))
             << line << "\n"
-            << test::show(results);
+            << show(results);
       }
     }
     if (testing::Test::HasFailure()) return;
@@ -242,4 +239,4 @@ TEST_P(HostInTrouble, IsNamedByEveryRankElsewhere) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

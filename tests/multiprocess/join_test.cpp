@@ -16,12 +16,10 @@
 #include "base/text.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::seconds;
-using test::all_passed;
-using test::run_ranks;
 
 constexpr auto kBound = seconds(20);  // generous: these machines are busy
 
@@ -37,9 +35,8 @@ int free_port() {
 }
 
 // Two ranks with the variables of a launcher that is not lockstep's.
-test::RankOptions under(const std::string& rank_name,
-                        std::map<std::string, std::string> variables) {
-  test::RankOptions options;
+RankOptions under(const std::string& rank_name, std::map<std::string, std::string> variables) {
+  RankOptions options;
   options.has_place = false;
   options.variables = std::move(variables);
   options.rank_variables = [rank_name](int rank) {
@@ -47,12 +44,12 @@ test::RankOptions under(const std::string& rank_name,
   };
   return options;
 }
-test::RankOptions under_torchrun() {
+RankOptions under_torchrun() {
   return under("RANK", {{"WORLD_SIZE", "2"},
                         {"MASTER_ADDR", "127.0.0.1"},
                         {"MASTER_PORT", std::to_string(free_port())}});
 }
-test::RankOptions under_pmi() {
+RankOptions under_pmi() {
   return under("PMI_RANK",
                {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", testing::TempDir()}});
 }
@@ -297,7 +294,7 @@ TEST(Join, EnginesThatDisagreeShowBothSides) {
 }
 
 TEST(Join, ARankThatDiesWhileJoining) {
-  test::Ranks ranks(
+  Ranks ranks(
       3,
       [](int rank) {
         if (rank == 1) {  // comes and dies; rank 2 comes late, so that the others still wait
@@ -312,7 +309,7 @@ TEST(Join, ARankThatDiesWhileJoining) {
       },
       {.deadline = kBound});
   const auto results = ranks.wait();
-  EXPECT_TRUE(results[0].status.is_ok()) << test::show(results);
+  EXPECT_TRUE(results[0].status.is_ok()) << show(results);
   EXPECT_EQ(results[1].status.code, 3);
 }
 
@@ -428,4 +425,4 @@ TEST(Join, ADescriptorThatIsNotOpen) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

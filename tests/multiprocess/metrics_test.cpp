@@ -15,12 +15,10 @@
 
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 namespace fs = std::filesystem;
-using test::all_passed;
-using test::run_ranks;
 
 std::string make_folder() {
   // Of the ranks: the test's. Of the test itself: that of e2e/tensorboard.sh.
@@ -168,4 +166,4 @@ TEST(ProgressBar, DrawsOnTerminalsAndWritesLinesElsewhere) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

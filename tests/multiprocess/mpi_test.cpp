@@ -20,14 +20,11 @@
 
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using test::all_passed;
-using test::mpirun;
-using test::run_ranks;
 
 int start_mpi(int level = MPI_THREAD_MULTIPLE) {
   int provided = 0;
@@ -305,7 +302,7 @@ TEST(MpiEngine, LargeOperationsGoInPieces) {
 }
 
 TEST(MpiEngine, MoreBytesThanAnIntCounts) {
-  if (test::soak(0, 1) == 0) return;  // takes 7 GB
+  if (soak(0, 1) == 0) return;  // takes 7 GB
   auto options = mpirun(2);
   options.deadline = seconds(300);
   const auto body = [](int rank) {
@@ -533,7 +530,7 @@ TEST(MpiEngine, MemoryOfAMessageBetweenHostsIsKeptForMpi) {
   };
   // mpirun complains of a rank that may not finalise MPI any more.
   const auto results = run_ranks(2, body, mpirun(2));
-  EXPECT_NE(results[0].output.find("was kept"), std::string::npos) << test::show(results);
+  EXPECT_NE(results[0].output.find("was kept"), std::string::npos) << show(results);
 }
 
 TEST(MpiEngine, TheOthersHearOfARankThatLeaves) {
@@ -580,11 +577,11 @@ TEST(MpiEngine, AKilledRankIsLost) {
     }
   };
   const auto results = run_ranks(3, body, mpirun(3, {"--enable-recovery"}));
-  EXPECT_FALSE(results[0].was_late) << test::show(results);
+  EXPECT_FALSE(results[0].was_late) << show(results);
   for (const char* text : {"rank 0 heard: ", "rank 2 heard: ", "all_reduce of f32[1000]"}) {
-    EXPECT_NE(results[0].output.find(text), std::string::npos) << test::show(results);
+    EXPECT_NE(results[0].output.find(text), std::string::npos) << show(results);
   }
-  EXPECT_EQ(results[0].output.find("MPI_ABORT"), std::string::npos) << test::show(results);
+  EXPECT_EQ(results[0].output.find("MPI_ABORT"), std::string::npos) << show(results);
 }
 
 TEST(MpiEngine, AProgramMayFinaliseMpiUnderAWorld) {
@@ -600,4 +597,4 @@ TEST(MpiEngine, AProgramMayFinaliseMpiUnderAWorld) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

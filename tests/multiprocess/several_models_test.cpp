@@ -4,36 +4,24 @@
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
-#include <functional>
 #include <thread>
 
 #include "multiprocess/ddp_model.h"
+#include "support/mismatch.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::seconds;
-using test::all_passed;
-using test::batch;
-using test::loss_of;
-using test::Net;
-using test::run_ranks;
 
-void expect_mismatch(const std::function<void()>& call, const std::vector<std::string>& words) {
-  const auto start = std::chrono::steady_clock::now();
-  try {
-    call();
-    ADD_FAILURE() << "it ended";
-  } catch (const MismatchError& error) {
-    for (const std::string& one : words) {
-      EXPECT_NE(error.message().find(one), std::string::npos) << one << "\nin " << error.what();
-    }
-  }
-  // A second, on a machine that is not busy.
-  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(15));
-  std::this_thread::sleep_for(seconds(2));  // nobody is gone before all have thrown
-}
+struct ActorAndCritic {
+  World world = World::join();
+  Net actor;
+  Net critic;
+  DistributedDataParallel of_actor{actor, world, {.name = "actor"}};
+  DistributedDataParallel of_critic{critic, world, {.name = "critic"}};
+};
 
 void train(Net& model, int rank) { loss_of(model->forward(batch(rank))).backward(); }
 
@@ -45,18 +33,14 @@ TEST_P(SeveralModels, ActorOnOneRankAndCriticOnTheOther) {
   EXPECT_TRUE(all_passed(run_ranks(
       2,
       [](int rank) {
-        const World world = World::join();
-        Net actor;
-        Net critic;
-        DistributedDataParallel of_actor(actor, world, {.name = "actor"});
-        DistributedDataParallel of_critic(critic, world, {.name = "critic"});
-        train(actor, rank);
-        train(critic, rank);
-        expect_mismatch([&] { train(rank == 0 ? actor : critic, rank); },
+        ActorAndCritic models;
+        train(models.actor, rank);
+        train(models.critic, rank);
+        expect_mismatch([&] { train(rank == 0 ? models.actor : models.critic, rank); },
                         {"rank 0 in all_reduce of f32[", "of the model actor; rank 1 in all_reduce",
                          "of the model critic"});
       },
-      test::on_hosts(GetParam()))));
+      on_hosts(GetParam()))));
 }
 
 TEST_P(SeveralModels, BackwardAgainstASumOfTheWorld) {
@@ -77,7 +61,7 @@ TEST_P(SeveralModels, BackwardAgainstASumOfTheWorld) {
             {"of wrapped model 0 (first.weight and 7 more); rank 1 in all_reduce of f64[1], 8 "
              "bytes, of the world"});
       },
-      test::on_hosts(GetParam()))));
+      on_hosts(GetParam()))));
 }
 
 TEST_P(SeveralModels, WrappingAgainstBackward) {
@@ -98,7 +82,7 @@ TEST_P(SeveralModels, WrappingAgainstBackward) {
             },
             {"of the model actor; rank 1 in DistributedDataParallel (barrier), of the world"});
       },
-      test::on_hosts(GetParam()))));
+      on_hosts(GetParam()))));
 }
 
 // Rank 0 evaluates for longer than the board's patience while rank 1 trains on.
@@ -106,21 +90,17 @@ TEST_P(SeveralModels, ARankThatIsLateIsNotAMismatch) {
   EXPECT_TRUE(all_passed(run_ranks(
       2,
       [](int rank) {
-        const World world = World::join();
-        Net actor;
-        Net critic;
-        DistributedDataParallel of_actor(actor, world, {.name = "actor"});
-        DistributedDataParallel of_critic(critic, world, {.name = "critic"});
+        ActorAndCritic models;
         for (int step = 0; step < 4; ++step) {
           if (step % 2 == rank) std::this_thread::sleep_for(seconds(1));
-          train(actor, rank);
+          train(models.actor, rank);
           if (step % 2 != rank) std::this_thread::sleep_for(seconds(1));
-          train(critic, rank);
-          EXPECT_EQ(world.sum(1), 2);
+          train(models.critic, rank);
+          EXPECT_EQ(models.world.sum(1), 2);
         }
       },
-      test::on_hosts(GetParam()))));
+      on_hosts(GetParam()))));
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -18,13 +18,11 @@
 #include "base/posix.h"
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using test::all_passed;
-using test::run_ranks;
 
 TEST(ShmEngine, IsTheDefaultOnOneHost) {
   EXPECT_TRUE(all_passed(
@@ -186,10 +184,10 @@ at::Tensor receive(const World& world, std::int64_t length) {
 }
 
 // Runs `last` on rank 1, and `then` on rank 0 once the process of rank 1 has ended.
-test::RankResults run_one_after_the_other(const std::function<void(const World&)>& last,
-                                          const std::function<void(const World&)>& then) {
+RankResults run_one_after_the_other(const std::function<void(const World&)>& last,
+                                    const std::function<void(const World&)>& then) {
   Pipe pipe = make_pipe();  // its write end closes with rank 1
-  test::Ranks ranks(2, [&](int rank) {
+  Ranks ranks(2, [&](int rank) {
     const World world = World::join();
     if (rank == 1) return last(world);
     pipe.write_end.reset();
@@ -258,7 +256,7 @@ TEST(ShmEngine, WhatAKilledRankHasSentArrivesAndTheRestIsLost) {
           EXPECT_EQ(error.peer(), 1);
         }
       });
-  EXPECT_TRUE(results[0].status.is_ok()) << test::show(results);
+  EXPECT_TRUE(results[0].status.is_ok()) << show(results);
 }
 
 // The operation is posted, and its memory gone before rank 0 has met it.
@@ -281,7 +279,7 @@ TEST(ShmEngine, MemoryThatWentWithItsRankIsALostRank) {
           EXPECT_EQ(error.peer(), 1);
         }
       });
-  EXPECT_TRUE(results[0].status.is_ok()) << test::show(results);
+  EXPECT_TRUE(results[0].status.is_ok()) << show(results);
 }
 
 // What has a name in /dev/shm, but for OpenMPI's files: its tests may run at the same time.
@@ -328,7 +326,7 @@ INSTANTIATE_TEST_SUITE_P(Rounds, RandomDeath, testing::Range(0, 20));
 
 TEST_P(RandomDeath, IsNoticedByAllWithinASecondAndLeavesNothing) {
   const std::set<std::string> shm_before = names_in_shm();
-  test::Ranks ranks(3, [](int rank) {
+  Ranks ranks(3, [](int rank) {
     const World world = World::join();
     try {
       work_until_lost(world);
@@ -347,17 +345,16 @@ TEST_P(RandomDeath, IsNoticedByAllWithinASecondAndLeavesNothing) {
   ranks.kill(victim, SIGKILL);
   const auto results = ranks.wait();
   const auto dead = static_cast<std::size_t>(victim);
-  EXPECT_EQ(results[dead].status.signal, SIGKILL) << test::show(results);
+  EXPECT_EQ(results[dead].status.signal, SIGKILL) << show(results);
   for (std::size_t rank = 0; rank < 3; ++rank) {
     if (rank == dead) continue;
-    EXPECT_TRUE(results[rank].status.is_ok()) << test::show(results);
+    EXPECT_TRUE(results[rank].status.is_ok()) << show(results);
     EXPECT_NE(results[rank].output.find("rank " + std::to_string(victim) + " (pid"),
               std::string::npos)
-        << test::show(results);
-    EXPECT_NE(results[rank].output.find("killed by signal 9"), std::string::npos)
-        << test::show(results);
+        << show(results);
+    EXPECT_NE(results[rank].output.find("killed by signal 9"), std::string::npos) << show(results);
     // Its own second of sleep, a second to notice, and patience with a busy machine.
-    EXPECT_LT(results[rank].seconds, results[dead].seconds + 1 + 1 + 5) << test::show(results);
+    EXPECT_LT(results[rank].seconds, results[dead].seconds + 1 + 1 + 5) << show(results);
     RecordProperty("seconds_to_notice",
                    std::to_string(results[rank].seconds - results[dead].seconds - 1));
   }
@@ -365,4 +362,4 @@ TEST_P(RandomDeath, IsNoticedByAllWithinASecondAndLeavesNothing) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -13,12 +13,10 @@
 
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
 namespace nn = torch::nn;
-using test::all_passed;
-using test::run_ranks;
 
 struct NetImpl : nn::Module {
   NetImpl() {
@@ -268,4 +266,4 @@ TEST(SyncBatchNorm, AWorldOfOneIsBatchNorm) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

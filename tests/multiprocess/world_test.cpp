@@ -8,11 +8,8 @@
 
 #include "support/run_ranks.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using test::all_passed;
-using test::run_ranks;
 
 class Collectives : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, Collectives, testing::Values(1, 2, 3));
@@ -143,4 +140,4 @@ TEST_P(Collectives, OnRank0BringsExceptionsToAll) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

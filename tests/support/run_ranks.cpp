@@ -38,7 +38,7 @@ std::string current_test() {
 }
 
 // In a rank: runs the body instead of returning to the test.
-[[noreturn]] void be_rank(int rank, const RankBody& body) {
+int be_rank(int rank, const RankBody& body) {
   int code = 0;
   try {
     body(rank);
@@ -48,7 +48,7 @@ std::string current_test() {
     code = 2;
   }
   std::cout.flush();
-  std::exit(code);
+  return code;
 }
 
 // Libraries read these when they are loaded.
@@ -76,7 +76,14 @@ pid_t fork_rank(const Command& command, int rank, const RankBody& body) {
   ::dup2(command.stderr_fd, STDERR_FILENO);
   for (const std::string& name : command.removed_variables) ::unsetenv(name.c_str());
   for (const auto& [name, value] : command.variables) ::setenv(name.c_str(), value.c_str(), 1);
-  be_rank(rank, body);
+  const int code = be_rank(rank, body);
+  // LibTorch's static objects, and the search for leaks, take longer than most tests. A rank that
+  // failed ends as programs do: the others may say how.
+  if (code == 0 && soak(0, 1) == 0) {
+    std::fflush(nullptr);
+    ::_exit(code);
+  }
+  std::exit(code);
 }
 
 }  // namespace
@@ -138,7 +145,7 @@ struct Ranks::Impl {
 Ranks::Ranks(int size, const RankBody& body, const RankOptions& options)
     : impl_(std::make_unique<Impl>()) {
   if (const char* rank = std::getenv(kRankVariable)) {
-    be_rank(*rank == '\0' ? rank_from_launcher() : std::atoi(rank), body);
+    std::exit(be_rank(*rank == '\0' ? rank_from_launcher() : std::atoi(rank), body));
   }
   const Fd store = make_memfd("lockstep-test-store");
   impl_->deadline = impl_->start + options.deadline;

@@ -8,6 +8,6 @@ set(lines "")
 foreach(suite ${suites})
   string(REGEX REPLACE "[\n.]" "" suite "${suite}")
   string(APPEND lines "add_test([==[${LABEL}.${suite}]==] \"${PROGRAM}\" [==[--gtest_filter=${suite}.*]==])\n"
-         "set_tests_properties([==[${LABEL}.${suite}]==] PROPERTIES LABELS ${LABEL} TIMEOUT ${TIMEOUT} ENVIRONMENT OMP_NUM_THREADS=1)\n")
+         "set_tests_properties([==[${LABEL}.${suite}]==] PROPERTIES ${PROPERTIES})\n")
 endforeach()
 file(WRITE ${LIST} "${lines}")

@@ -6,10 +6,8 @@
 
 #include "support/fake_system.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using test::FakeSystem;
 
 TEST(Cgroup, TheTightestLimitOnTheWayUpCounts) {
   const FakeSystem v2;
@@ -67,4 +65,4 @@ TEST(Cgroup, OldOnesHaveTwoFilesForTheQuota) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

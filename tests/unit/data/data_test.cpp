@@ -14,10 +14,9 @@
 
 #include "support/has.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
-using test::has;
 namespace fs = std::filesystem;
 
 class Files : public testing::Test {
@@ -320,4 +319,4 @@ TEST(Loader, BadOptionsAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

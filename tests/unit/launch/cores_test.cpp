@@ -4,10 +4,8 @@
 
 #include "support/fake_system.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using test::FakeSystem;
 
 // Two nodes of four cores with two threads each, numbered as most machines do: cpu c and c + 8 are
 // one core.
@@ -136,4 +134,4 @@ TEST(Cores, AQuotaLimitsRanksAndThreads) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -6,10 +6,8 @@
 
 #include "support/fake_system.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using test::FakeSystem;
 
 Finding find(const std::vector<Finding>& findings, const std::string& subject) {
   const auto found = std::ranges::find(findings, subject, &Finding::subject);
@@ -55,4 +53,4 @@ TEST(Doctor, IsContentWithAGoodMachine) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -4,10 +4,8 @@
 
 #include "support/has.h"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using test::has;
 
 Hello some_host(int rank) {
   return {.host_rank = rank,
@@ -80,4 +78,4 @@ TEST(Hello, TheFirstArgumentThatDiffersIsNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test
