@@ -65,11 +65,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kFolder = "LOCKSTEP_TEST_FOLDER";
-
 // Each call of a save fails once, on one of two ranks: all hear of it, and what was there stays.
 TEST(DiskFaults, AreReportedOnAllRanksAndLoseNothing) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join();
     Training run(world);
@@ -137,7 +135,7 @@ TEST(DiskFaults, AFileSystemWithoutLocksOrSyncsOfFoldersIsUsable) {
   for (const auto& [call, error, words] :
        {std::tuple{"fsync of a folder", EINVAL, "cannot fsync a folder"},
         std::tuple{"flock", ENOSYS, "has no locks"}, std::tuple{"flock", ENOLCK, "has no locks"}}) {
-    const TempFolder folder(kFolder);
+    const TempFolder folder;
     fault.call = call;
     fault.error = error;
     fault.left = 0;
@@ -160,7 +158,7 @@ TEST(DiskFaults, AFileSystemWithoutLocksOrSyncsOfFoldersIsUsable) {
 // A rank is killed at a random moment while checkpoints are saved one after the other. The newest
 // that is whole is never older than the last of which a rank was told that it is saved.
 TEST(RandomKill, NeverLosesACheckpoint) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const int round =
       std::getenv("LOCKSTEP_TEST_ROUND") ? std::atoi(std::getenv("LOCKSTEP_TEST_ROUND")) : 0;
   const auto body = [&](int rank) {

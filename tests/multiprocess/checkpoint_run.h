@@ -5,40 +5,14 @@
 #include <lockstep/lockstep.h>
 #include <torch/nn.h>
 
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "support/temp_folder.h"
+
 namespace lockstep::test {
-
-// A folder that is gone at the end of the process that made it.
-class TempFolder {
- public:
-  explicit TempFolder(const char* variable) : variable_(variable) {
-    if (const char* given = std::getenv(variable)) {
-      path_ = given;
-      return;
-    }
-    std::string name = testing::TempDir() + "lockstep-checkpoint-XXXXXX";
-    path_ = ::mkdtemp(name.data());
-    is_mine_ = true;
-  }
-  ~TempFolder() {
-    if (is_mine_) std::filesystem::remove_all(path_);
-  }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-
-  const std::string& path() const { return path_; }
-  std::map<std::string, std::string> variables() const { return {{variable_, path_}}; }
-
- private:
-  const char* variable_;
-  std::string path_;
-  bool is_mine_ = false;
-};
 
 struct DropNetImpl : torch::nn::Module {
   DropNetImpl() {

@@ -24,8 +24,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kFolder = "LOCKSTEP_TEST_FOLDER";
-
 std::vector<std::string> checkpoints_in(const std::string& folder) {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder)) {
@@ -52,7 +50,7 @@ void expect_error(const std::function<void()>& call, const std::vector<std::stri
 // A checkpoint that version 0.1 has written after 8 steps, loaded by this one, gives the bits of a
 // run that was never interrupted.
 TEST(OldCheckpoint, Of01GoesOnExactly) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int) {
     const World world = World::join();
     Training whole(world);
@@ -72,7 +70,7 @@ TEST(OldCheckpoint, Of01GoesOnExactly) {
 
 // Whatever the other rank calls instead, of the world or of a wrapped model.
 TEST(Checkpoint, SaveOnOneRankIsNamed) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     for (const bool is_backward : {true, false}) {
       const World world = World::join();
@@ -96,7 +94,7 @@ TEST(Checkpoint, SaveOnOneRankIsNamed) {
 
 // All or nothing: the data set is too small for the sampler's state, and the weights stay.
 TEST(Checkpoint, WhatDoesNotFitChangesNothing) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const World world = World::join();
   const auto loader_of = [&](std::int64_t size) {
     const auto data = std::make_shared<TensorDataset>(at::ones({size, 1}), at::ones({size}));
@@ -126,7 +124,7 @@ class ExactResume : public testing::TestWithParam<std::tuple<std::string, bool, 
 
 // 17 steps of 8 samples and two ranks in epochs of 48: the checkpoint is in the middle of one.
 TEST_P(ExactResume, GivesTheSameBits) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int) {
     const auto [optimizer, is_async, writers] = GetParam();
     const World world = World::join();
@@ -176,7 +174,7 @@ INSTANTIATE_TEST_SUITE_P(All, ExactResume,
 // Hooks that keep what they did not send: each rank its own, in buckets laid out by what the first
 // step has shown.
 TEST(Resume, CommHooksGoOnExactly) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join();
     const std::vector<std::function<std::shared_ptr<CommHook>()>> hooks = {
@@ -216,7 +214,7 @@ TEST(Resume, CommHooksGoOnExactly) {
 
 // Only rank 0 sees the files: it reads for all.
 TEST(Resume, CommHooksGoOnWhereOneRankSeesTheCheckpoint) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join();
     const auto make = [&] {
@@ -243,7 +241,7 @@ TEST(Resume, CommHooksGoOnWhereOneRankSeesTheCheckpoint) {
 
 // Two ranks' leftovers become their mean on three; a program without the hook is told.
 TEST(Resume, CommHooksGoOnAtAnotherWorldSize) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World all = World::join();
     const auto make = [](const World& world) {
@@ -290,7 +288,7 @@ TEST(Resume, CommHooksGoOnAtAnotherWorldSize) {
 
 // Each rank writes a part: were they not the same, the file would be nobody's model.
 TEST(Checkpoint, RanksThatHaveDriftedAreNotMixed) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join();
     Training run(world);
@@ -318,7 +316,7 @@ TEST(Checkpoint, RanksThatHaveDriftedAreNotMixed) {
 // Two ranks with batches of 4, then one with batches of 8: the same samples in each step, none
 // lost, none twice.
 TEST(Resume, AtAnotherWorldSizeTakesTheSameSteps) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto steps_file = [&](int rank) {
     return text::format("{}/steps-{}", folder.path(), rank);
   };
@@ -366,7 +364,7 @@ TEST(Resume, AtAnotherWorldSizeTakesTheSameSteps) {
 }
 
 TEST(Checkpoint, AndThreeRanksGoOnFromTwo) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     // Two ranks of the three save, then all three load.
     const World all = World::join();
@@ -397,7 +395,7 @@ TEST(Checkpoint, AndThreeRanksGoOnFromTwo) {
 
 // As on hosts that share no disk: each has a whole copy, and one that has none is given it.
 TEST(Checkpoint, FoldersOfTheirOwn) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join();
     const std::string mine = text::format("{}/{}", folder.path(), rank);
@@ -432,7 +430,7 @@ TEST(Checkpoint, FoldersOfTheirOwn) {
 }
 
 TEST(Checkpoint, RanksThatDisagreeOrStayAwayAreErrors) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join({.timeout = std::chrono::seconds(2)});
     Training run(world);
@@ -460,7 +458,7 @@ TEST(Checkpoint, RanksThatDisagreeOrStayAwayAreErrors) {
 }
 
 TEST(Checkpoint, TakesTheNewestThatIsWholeAndSaysWhatItSkipped) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join();
     Training run(world);
@@ -503,7 +501,7 @@ TEST(Checkpoint, TakesTheNewestThatIsWholeAndSaysWhatItSkipped) {
 }
 
 TEST(Checkpoint, ListsAllThatDoesNotFitAndChangesNothing) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const World world = World::join();
   {
     Training run(world);
@@ -549,7 +547,7 @@ TEST(Checkpoint, ListsAllThatDoesNotFitAndChangesNothing) {
 }
 
 TEST(Checkpoint, AnOptimizerOfAnotherKindOrShapeIsNamed) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const World world = World::join();
   const auto load_with = [&](const std::string& optimizer) {
     Training run(world, optimizer);
@@ -570,7 +568,7 @@ TEST(Checkpoint, AnOptimizerOfAnotherKindOrShapeIsNamed) {
 
 // A head with more classes: what fits is loaded, and the optimizer has no state for the rest.
 TEST(Checkpoint, StatesOfAnotherShapeAreLeftOut) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const World world = World::join();
   const auto train = [](torch::nn::Linear& model, optim::AdamW& optimizer) {
     optimizer.zero_grad();
@@ -597,7 +595,7 @@ TEST(Checkpoint, StatesOfAnotherShapeAreLeftOut) {
 }
 
 TEST(Checkpoint, WhatCouldNotBeLoadedIsNotSaved) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const World world = World::join();
   Checkpointer checkpoints(folder.path(), world);
   checkpoints.add({{"b.c", at::ones({2})}}, "a").add({{"c", at::ones({3})}}, "a.b");
@@ -619,7 +617,7 @@ TEST(Checkpoint, WhatCouldNotBeLoadedIsNotSaved) {
 }
 
 TEST(Checkpoint, WhatFailsOnOneRankFailsOnAll) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join({.timeout = std::chrono::minutes(5)});
     Checkpointer checkpoints(folder.path(), world);
@@ -644,7 +642,7 @@ TEST(Checkpoint, WhatFailsOnOneRankFailsOnAll) {
 }
 
 TEST(Checkpoint, SignalsAreTheProgramsAgainAfterwards) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const World world = World::join();
   static int times = 0;
   std::signal(SIGUSR1, [](int) { ++times; });
@@ -669,7 +667,7 @@ TEST(Checkpoint, SignalsAreTheProgramsAgainAfterwards) {
 
 // Ranks that are out of data hear of it, too.
 TEST(Checkpoint, ASignalReachesRanksInJoin) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const auto body = [&](int rank) {
     const World world = World::join({.timeout = std::chrono::seconds(20)});
     torch::nn::Linear model(2, 2);
@@ -702,7 +700,7 @@ TEST(Checkpoint, ASignalReachesRanksInJoin) {
 }
 
 TEST(Checkpoint, KeepsTheLastAndEveryMth) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const World world = World::join();
   Training run(world);
   Checkpointer checkpoints(folder.path(), world, {.keep_last = 2, .keep_every = 3});
@@ -716,7 +714,7 @@ TEST(Checkpoint, KeepsTheLastAndEveryMth) {
 }
 
 TEST(Weights, EveryTypeAndLayoutComesBack) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const std::string path = folder.path() + "/all.safetensors";
   std::vector<NamedTensor> tensors;
   for (const at::ScalarType type :
@@ -756,7 +754,7 @@ TEST(Weights, EveryTypeAndLayoutComesBack) {
 }
 
 TEST(Weights, NamesAreThoseOfTheModelAndOthersAreListed) {
-  const TempFolder folder(kFolder);
+  const TempFolder folder;
   const std::string path = folder.path() + "/w.safetensors";
   const DropNet model;
   save_weights(path, *model);

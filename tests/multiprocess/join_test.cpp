@@ -15,6 +15,7 @@
 #include "base/posix.h"
 #include "base/text.h"
 #include "support/run_ranks.h"
+#include "support/temp_folder.h"
 
 namespace lockstep::test {
 namespace {
@@ -49,9 +50,10 @@ RankOptions under_torchrun() {
                         {"MASTER_ADDR", "127.0.0.1"},
                         {"MASTER_PORT", std::to_string(free_port())}});
 }
-RankOptions under_pmi() {
-  return under("PMI_RANK",
-               {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", testing::TempDir()}});
+RankOptions under_pmi(const std::string& folder) {
+  return under(
+      "PMI_RANK",
+      {{"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "2"}, {"TMPDIR", folder}, {"XDG_RUNTIME_DIR", ""}});
 }
 
 void expect_sum_over(const World& world) {
@@ -108,32 +110,30 @@ std::string meeting_file(const std::string& folder) {
 }
 
 TEST(Join, AFileWithASecondNameIsNotUsed) {
-  const std::string mine = testing::TempDir() + text::format("mine-{}", ::getpid());
+  const TempFolder folder;
+  const std::string mine = folder.path() + "/mine";
   std::ofstream(mine) << "precious";
   std::filesystem::permissions(mine, std::filesystem::perms(0600));
-  const std::string path = meeting_file(testing::TempDir());
-  std::filesystem::create_hard_link(mine, path);  // by somebody else
-  auto options = under_pmi();
-  options.variables["XDG_RUNTIME_DIR"] = "";
+  std::filesystem::create_hard_link(mine, meeting_file(folder.path()));  // by somebody else
   EXPECT_TRUE(all_passed(run_ranks(
       2,
       [](int) {
         expect_join_error<UsageError>({.join_timeout = seconds(10)},
                                       {"2 names", "XDG_RUNTIME_DIR"});
       },
-      options)));
+      under_pmi(folder.path()))));
   EXPECT_EQ(read_small_file(mine), "precious");
-  std::filesystem::remove(path);
-  std::filesystem::remove(mine);
 }
 
 // Somebody else has taken the name in /tmp; in the user's own folder nobody can.
 TEST(Join, ThePrivateFolderIsPreferred) {
-  const std::string taken = meeting_file(testing::TempDir());
+  const TempFolder shared;
+  const std::string taken = meeting_file(shared.path());
   std::filesystem::create_directory(taken);
-  std::string folder = testing::TempDir() + "lockstep-private-XXXXXX";
-  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
-  auto options = under_pmi();
+  const std::string folder = shared.path() + "/private";
+  std::filesystem::create_directory(folder);
+  std::filesystem::permissions(folder, std::filesystem::perms(0700));
+  auto options = under_pmi(shared.path());
   options.variables["XDG_RUNTIME_DIR"] = folder;
   EXPECT_TRUE(all_passed(run_ranks(
       2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); }, options)));
@@ -149,7 +149,6 @@ TEST(Join, ThePrivateFolderIsPreferred) {
         EXPECT_EQ(std::filesystem::last_write_time(folder), before);
       },
       options)));
-  std::filesystem::remove(folder);
 }
 
 TEST(Join, UnderTorchrunsVariables) {
@@ -172,24 +171,17 @@ TEST(Join, AgainOverTcp) {
       under_torchrun())));
 }
 
-std::size_t num_store_files() {
-  std::size_t count = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(testing::TempDir())) {
-    if (entry.path().filename().string().starts_with("lockstep-")) ++count;
-  }
-  return count;
-}
-
 TEST(Join, UnderMpisVariablesOnOneHostLeavesNoFile) {
-  const std::size_t before = num_store_files();
+  const TempFolder folder;
   const auto results = run_ranks(
-      2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); }, under_pmi());
+      2, [](int) { expect_sum_over(World::join({.join_timeout = seconds(30)})); },
+      under_pmi(folder.path()));
   EXPECT_TRUE(all_passed(results));
-  EXPECT_EQ(num_store_files(), before);
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(Join, AFailedJoinUnderMpiCanBeTriedAgain) {
-  const std::size_t before = num_store_files();
+  const TempFolder folder;
   const auto results = run_ranks(
       2,
       [](int rank) {
@@ -199,9 +191,9 @@ TEST(Join, AFailedJoinUnderMpiCanBeTriedAgain) {
         std::this_thread::sleep_for(seconds(1));  // until all have failed
         expect_sum_over(World::join({.join_timeout = seconds(30)}));
       },
-      under_pmi());
+      under_pmi(folder.path()));
   EXPECT_TRUE(all_passed(results));
-  EXPECT_EQ(num_store_files(), before);
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(Join, ABadLogLevelStopsEveryRankBeforeItJoins) {
