@@ -14,14 +14,14 @@ if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args cbor connection coordinator cores doctor door event_loop guard hello host inspect
+foreach(source args cbor connection coordinator cores doctor door event_loop gpus guard hello host inspect
         key_value output remote_leader run tls writer)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)
 target_compile_options(lockstep_launcher PRIVATE $<$<CONFIG:Release>:-O1>)  # it waits; JSON compiles for long
 target_link_libraries(lockstep_launcher PUBLIC lockstep_launch lockstep_archive lockstep_base OpenSSL::SSL
-                      nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11)
+                      nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11 ${CMAKE_DL_LIBS})
 # What `lockstep doctor` says of this build.
 get_property(table GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE)
 set(engines shm solo)
@@ -32,7 +32,7 @@ foreach(line ${table})
   endif()
 endforeach()
 list(JOIN engines ", " engines)
-set_property(SOURCE src/launch/doctor.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+set_property(SOURCE src/launch/doctor.cpp src/launch/gpus.cpp APPEND PROPERTY COMPILE_DEFINITIONS
              LOCKSTEP_ENGINES="${engines}" LOCKSTEP_TORCH_ROOT="${LOCKSTEP_TORCH_ROOT}"
              LOCKSTEP_TORCH_VERSION="${Torch_VERSION}")
 

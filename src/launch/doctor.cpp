@@ -19,6 +19,7 @@
 #include "base/posix.h"
 #include "base/text.h"
 #include "launch/cores.h"
+#include "launch/gpus.h"
 
 namespace lockstep {
 namespace {
@@ -74,6 +75,39 @@ Finding look_at_numa(const Machine& machine) {
 
 Finding look_at_gpus(const Machine& machine) {
   return {"GPUs", machine.num_gpus == 0 ? "none" : plural(machine.num_gpus, "NVIDIA device")};
+}
+
+// Only where there are any: a machine without GPUs need not hear of drivers.
+void look_at_driver(const std::string& system_root, std::vector<Finding>& findings) {
+  const GpuReport report = ask_gpu_driver(system_root);
+  if (!report.trouble.empty()) {
+    findings.push_back({"GPU driver", report.trouble, Kind::kProblem,
+                        "The devices are there, but programs cannot use them: install NVIDIA's "
+                        "driver, or start the container with --gpus all."});
+    return;
+  }
+  findings.push_back({"GPU driver", text::format("for CUDA {}: {}", report.cuda_version,
+                                                 text::join(report.names, ", "))});
+  if (report.nccl_version.empty()) {
+    findings.push_back({"NCCL", "libnccl.so.2 was not found", Kind::kNote,
+                        "PyTorch's build for CUDA brings it (./dev build cuda); some LibTorch "
+                        "archives contain it."});
+  } else {
+    findings.push_back({"NCCL", report.nccl_version});
+  }
+  if (report.names.size() < 2) return;
+  if (report.without_peer_access.empty()) {
+    findings.push_back({"peer access", "between all GPUs"});
+    return;
+  }
+  std::vector<std::string> pairs;
+  for (const auto& [a, b] : report.without_peer_access) {
+    pairs.push_back(text::format("{} and {}", a, b));
+  }
+  findings.push_back({"peer access", text::format("not between {}", text::join(pairs, ", ")),
+                      Kind::kNote,
+                      "Gradients between these go through main memory: nvidia-smi topo -m shows "
+                      "how they are connected."});
 }
 
 Finding look_at_memory(const std::string& system_root) {
@@ -206,19 +240,17 @@ std::vector<Finding> examine_machine(const std::string& system_root) {
   const Machine real = this_machine();
   const Machine machine =
       system_root.empty() ? real : read_machine(system_root, allowed_cpus(real));
-  return {look_at_cores(system_root, machine),
-          look_at_quota(machine),
-          look_at_numa(machine),
-          look_at_gpus(machine),
-          look_at_memory(system_root),
-          look_at_segments(),
-          look_at_huge_pages(system_root),
-          look_at_limit("open files", RLIMIT_NOFILE, 1024, "-n"),
-          look_at_limit("processes", RLIMIT_NPROC, 1024, "-u"),
-          look_at_engines(),
-          look_at_torch(),
-          look_at_addresses(),
-          look_at_host_name()};
+  std::vector<Finding> findings = {look_at_cores(system_root, machine), look_at_quota(machine),
+                                   look_at_numa(machine), look_at_gpus(machine)};
+  if (machine.num_gpus > 0) look_at_driver(system_root, findings);
+  for (Finding& finding : std::vector<Finding>{
+           look_at_memory(system_root), look_at_segments(), look_at_huge_pages(system_root),
+           look_at_limit("open files", RLIMIT_NOFILE, 1024, "-n"),
+           look_at_limit("processes", RLIMIT_NPROC, 1024, "-u"), look_at_engines(), look_at_torch(),
+           look_at_addresses(), look_at_host_name()}) {
+    findings.push_back(std::move(finding));
+  }
+  return findings;
 }
 
 std::string to_text(const std::vector<Finding>& findings) {

@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
 
 #include "support/fake_system.h"
 
@@ -50,6 +53,55 @@ TEST(Doctor, IsContentWithAGoodMachine) {
   for (const char* subject : {"cores", "cpu quota", "memory", "huge pages", "shared memory"}) {
     EXPECT_EQ(find(findings, subject).kind, Finding::Kind::kFine) << subject;
   }
+}
+
+// A machine with so many devices, and libraries that say so.
+class DoctorOfGpus : public testing::Test {
+ protected:
+  std::vector<Finding> examine(int num_devices, const char* driver_says,
+                               bool has_libraries = true) {
+    for (int device = 0; device < num_devices; ++device) {
+      system_.write("/dev/nvidia" + std::to_string(device), "");
+    }
+    const std::string folder = system_.root() + "/usr/lib";
+    std::filesystem::create_directories(folder);
+    for (const char* name : {"/libcuda.so.1", "/libnccl.so.2"}) {
+      std::filesystem::remove(folder + name);
+      if (has_libraries) std::filesystem::create_symlink(LOCKSTEP_FAKE_CUDA, folder + name);
+    }
+    ::setenv("FAKE_CUDA", driver_says, 1);
+    return examine_machine(system_.root());
+  }
+
+ private:
+  FakeSystem system_;
+};
+
+TEST_F(DoctorOfGpus, NamesDriverNcclAndPeersThatCannotReachEachOther) {
+  const auto findings = examine(3, "3");
+  EXPECT_EQ(find(findings, "GPU driver").text, "for CUDA 13.1: Model 0, Model 1, Model 2");
+  EXPECT_EQ(find(findings, "NCCL").text, "2.29.7");
+  EXPECT_EQ(find(findings, "peer access").text, "not between 0 and 1");
+  EXPECT_EQ(find(findings, "peer access").kind, Finding::Kind::kNote);
+}
+
+TEST_F(DoctorOfGpus, OneHasNoPeers) {
+  const auto findings = examine(1, "1");
+  EXPECT_EQ(find(findings, "GPU driver").kind, Finding::Kind::kFine);
+  EXPECT_THROW(find(findings, "peer access"), std::runtime_error);
+}
+
+TEST_F(DoctorOfGpus, ADriverThatIsMissingOrFailsIsAProblem) {
+  const Finding missing = find(examine(1, "1", false), "GPU driver");
+  EXPECT_EQ(missing.kind, Finding::Kind::kProblem);
+  EXPECT_NE(missing.text.find("libcuda.so.1"), std::string::npos) << missing.text;
+  const Finding failed = find(examine(1, "-1"), "GPU driver");
+  EXPECT_EQ(failed.kind, Finding::Kind::kProblem);
+  EXPECT_EQ(failed.text, "cuInit() failed with 999");
+}
+
+TEST_F(DoctorOfGpus, WithoutDevicesNothingIsSaidOfDrivers) {
+  EXPECT_THROW(find(examine(0, "2"), "GPU driver"), std::runtime_error);
 }
 
 }  // namespace
