@@ -48,6 +48,10 @@ struct DdpOptions {
   // kFromRank0 keeps what rank 0's data says of running means: see kMean, or SyncBatchNorm.
   BufferSync buffers = BufferSync::kFromRank0;
   int check_every = 100;  // steps between comparisons of the replicas; 0: never
+  // NaN or infinity in what a rank contributes is an error, on all ranks, that names the rank and
+  // the parameter: in the mean it is everywhere. Costs a pass over the gradients. Not with
+  // GradScaler, which expects them.
+  bool check_finite = false;
   std::shared_ptr<CommHook> hook = {};
   // Names of parameters whose gradients are sparse, besides those of nn::Embedding and
   // nn::EmbeddingBag with sparse(true), which are found.

@@ -331,6 +331,7 @@ void Reducer::post(Bucket& bucket) {
     if (!slot.is_present) slot.view.zero_();
     grad = at::Tensor();  // until the mean is there; what autograd adds meanwhile goes elsewhere
   }
+  if (options_.check_finite) check_finite(bucket);
   weigh(bucket.flat, step_.factor);
   bucket.is_posted = true;
   stats_.post();
@@ -344,11 +345,26 @@ void Reducer::post(Bucket& bucket) {
       bucket.complete = options_.hook->start(std::move(view), hook_comm_);
       return;
     }
-    if (stats_.steps() == 0 && index == 0 && step_.weight == 1) first_gradients_.keep(bucket.flat);
+    if (stats_.steps() == 0 && index == 0 && step_.weight == 1 && world_.size() > 1)
+      first_gradients_.keep(bucket.flat);
     if (index + 1 == buckets_.all().size()) write_numbers();
     bucket.work = start_mean(bucket.wire);
   } catch (...) {
     explain(std::current_exception(), text_of(bucket));
+  }
+}
+
+void Reducer::check_finite(const Bucket& bucket) {
+  const auto is_finite = [](const at::Tensor& numbers) {
+    return at::isfinite(numbers).all().item<bool>();
+  };
+  if (is_finite(bucket.flat)) return;
+  for (const std::size_t one : bucket.plan.slots) {
+    if (is_finite(slots_[one].view)) continue;
+    note_problem(
+        text::format("The gradient of {} is not finite on this rank.\nLook at its samples and its "
+                     "loss, or lower the learning rate.",
+                     slots_[one].name));
   }
 }
 

@@ -76,7 +76,7 @@ class Reducer {
   std::string operation() const {
     return options_.name.empty() ? "backward" : "backward of " + options_.name;
   }
-  bool is_alone() const { return world_.size() == 1 && !options_.hook; }
+  bool is_alone() const { return world_.size() == 1 && !options_.hook && !options_.check_finite; }
 
   // reducer.cpp: while backward runs.
   void add_slots(std::vector<std::string> sparse) LOCKSTEP_REQUIRES(mutex_);
@@ -90,6 +90,7 @@ class Reducer {
   static void finish_all(std::vector<Reducer*> reducers);
   void abandon() LOCKSTEP_REQUIRES(mutex_);
   bool move_in(Slot& slot) LOCKSTEP_REQUIRES(mutex_);
+  void check_finite(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void post_ready(bool is_end) LOCKSTEP_REQUIRES(mutex_);
   void post(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void poll() LOCKSTEP_REQUIRES(mutex_);

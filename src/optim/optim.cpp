@@ -198,8 +198,8 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
         text::format(
             "The norm of the gradients is {}: of {} of them, the first that is not finite "
             "is number {}, of shape {}.\nLower the learning rate, look for bad samples, or "
-            "use GradScaler with fp16. finite_mean(loss, world) names the rank that they "
-            "come from.",
+            "use GradScaler with fp16. DdpOptions::check_finite names the rank and the "
+            "parameter that they come from.",
             total, gradients.size(), first, c10::str(gradients[first].sizes())));
   }
   // As Python's: a little less than max_norm, so that rounding does not exceed it.

@@ -6,9 +6,11 @@
 #include <torch/optim.h>
 
 #include <atomic>
+#include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <iostream>
+#include <limits>
 #include <thread>
 
 #include "multiprocess/ddp_model.h"
@@ -351,6 +353,43 @@ TEST(DdpMisuse, ChangesAfterWrappingAreErrorsOnAllRanks) {
           model->right->weight = model->right->register_parameter("replaced", torch::ones({8, 8}));
         },
         "parameter right.replaced was added to the model, or replaced");
+  });
+}
+
+TEST(DdpFinite, AlsoAlone) {
+  run(
+      1,
+      [](const World& world) {
+        Net model;
+        const DistributedDataParallel ddp(model, world, {.check_finite = true});
+        backward(model, world);
+        EXPECT_TRUE(model->right->weight.grad().defined());
+        const auto loss = (model->right->weight * std::nan("")).sum();
+        expect_error<UsageError>([&] { loss.backward(); }, {"right.weight is not finite"});
+      },
+      "auto");
+}
+
+TEST(DdpFinite, ARankWhoseGradientsAreNotFiniteIsNamed) {
+  run(3, [](const World& world) {
+    Net model;
+    const DistributedDataParallel ddp(model, world, {.check_finite = true});
+    for (const int culprit : {1, 2}) {
+      model->zero_grad();
+      expect_error<UsageError>(
+          [&] {
+            auto loss = loss_of(model->forward(batch(world.rank())));
+            if (world.rank() == culprit) {
+              loss = loss + (model->right->weight * std::numeric_limits<float>::infinity()).sum();
+            }
+            loss.backward();
+          },
+          {"The gradient of right.weight is not finite",
+           world.rank() == culprit ? "on this rank" : "Because rank " + std::to_string(culprit)});
+    }
+    model->zero_grad();
+    backward(model, world);  // all goes on
+    EXPECT_TRUE(at::isfinite(model->right->weight.grad()).all().item<bool>());
   });
 }
 
