@@ -21,10 +21,10 @@
 #include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "base/posix.h"
 #include "base/text.h"
+#include "memory_watch.h"
 #include "models.h"
 #include "ranks.h"
 
@@ -52,11 +52,7 @@ void run(const std::string& command) {
 }
 
 double memory_mb(const std::string& name) {
-  std::istringstream lines(read_small_file("/proc/self/status"));
-  for (std::string line; std::getline(lines, line);) {
-    if (line.starts_with(name + ":")) return std::stod(line.substr(name.size() + 1)) / 1024;
-  }
-  return 0;
+  return bench::stated_bytes(read_small_file("/proc/self/status"), name) / (1 << 20);
 }
 
 bool forget_files() {

@@ -4,8 +4,10 @@
 //   build/release/bench/ddp --model gpt --peer lockstep [--steps N]      one run, as JSON
 //
 // Peers of 2 ranks x 1 thread: `limit` (two processes that train apart), `barrier` (the same with a
-// barrier in each step: the bound for synchronous training), lockstep on shared memory, LibTorch's
-// c10d::Reducer on Gloo and Python's DistributedDataParallel on Gloo, the last two with and without
+// barrier in each step: the bound for synchronous training), lockstep on shared memory, the same
+// with the optimizer's steps in backward (DdpOptions::optimizer) and with one memory for all ranks
+// (Shard::kGradients), LibTorch's c10d::Reducer on Gloo
+// and Python's DistributedDataParallel on Gloo, the last two with and without
 // gradient_as_bucket_view. In one process: `plain` LibTorch against a world of one. Each run is a
 // fresh set of processes; in every round all peers have one, in alternating order, so that they
 // meet the same state of the machine. Same models (models.h), batches and fused AdamW. Ratios
@@ -58,13 +60,7 @@ struct Row {
   bench::Peer peer;
   std::vector<bench::Measurement> rounds = {};
 
-  double median(double bench::Measurement::*member) const {
-    std::vector<double> values;
-    for (const auto& one : rounds) values.push_back(one.*member);
-    std::ranges::sort(values);
-    const std::size_t half = values.size() / 2;
-    return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-  }
+  double median(double bench::Measurement::*member) const { return bench::median(rounds, member); }
   double ms_per_step() const { return median(&bench::Measurement::ms_per_step); }
   std::int64_t wrong() const {
     std::int64_t sum = 0;
@@ -73,11 +69,12 @@ struct Row {
   }
 };
 
-bench::TrainingRun make_run(const Options& options, const Amount& amount, const std::string& peer) {
+bench::TrainingRun make_run(const Options& options, const Amount& amount, const bench::Peer& peer) {
   return {.model = amount.model,
-          .peer = peer,
+          .peer = peer.name,
           .warm_up = options.warm_up >= 0 ? options.warm_up : amount.warm_up,
-          .steps = options.steps > 0 ? options.steps : amount.steps};
+          .steps = options.steps > 0 ? options.steps : amount.steps,
+          .ranks = peer.ranks};
 }
 
 // What the command prints; empty if it fails.
@@ -146,7 +143,7 @@ class Bench {
   }
 
   void take_turn(const Amount& amount, Row& row) try {
-    row.rounds.push_back(bench::measure(make_run(options_, amount, row.peer.name), python_));
+    row.rounds.push_back(bench::measure(make_run(options_, amount, row.peer), python_));
   } catch (const std::exception& error) {
     text::print(stderr, "bench: {}\n", error.what());
     ++failed_;
@@ -197,7 +194,7 @@ class Bench {
       const auto percent = [](std::optional<double> value) {
         return value ? text::format("{:+.1f}", *value) : "-";
       };
-      text::print(" {:<7}{:<19}{:>5}{:>13.3f}{:>12}{:>11.3f}{:>12}{:>13}{:>10.1f}{:>7}\n", model,
+      text::print(" {:<7}{:<22}{:>5}{:>13.3f}{:>12}{:>11.3f}{:>12}{:>13}{:>10.1f}{:>7}\n", model,
                   row.peer.name, row.peer.ranks, ms, percent(over), quiet_ms, percent(quiet_over),
                   lockstep != nullptr ? text::format("{:.2f}", ms / lockstep->ms_per_step()) : "-",
                   peak_mb, row.peer.has_replicas ? std::to_string(row.wrong()) : "-");
@@ -223,7 +220,7 @@ class Bench {
     text::print("# Fresh processes for each run, peers take turns. Warm-up + steps x rounds:");
     const char* separator = " ";
     for (const Amount& amount : chosen_amounts()) {
-      const auto run = make_run(options_, amount, "");
+      const auto run = make_run(options_, amount, bench::kPeers[0]);
       text::print("{}{} {} + {} x {}", separator, run.model, run.warm_up, run.steps,
                   rounds_of(amount));
       separator = ", ";
@@ -237,7 +234,7 @@ class Bench {
         "# vs_lockstep: how many times lockstep's time. peak_mb: resident memory of the largest "
         "process. wrong: elements in which replicas differ.\n");
     const auto line = [](auto... column) {
-      text::print("#{:<7}{:<19}{:>5}{:>13}{:>12}{:>11}{:>12}{:>13}{:>10}{:>7}\n", column...);
+      text::print("#{:<7}{:<22}{:>5}{:>13}{:>12}{:>11}{:>12}{:>13}{:>10}{:>7}\n", column...);
     };
     line("model", "peer", "ranks", "ms_per_step", "over_bound", "quiet_ms", "over_bound",
          "vs_lockstep", "peak_mb", "wrong");
@@ -288,7 +285,9 @@ int main(int argc, char** argv) try {
   if (options.peer.empty()) return Bench(options).run();
   const auto& amount = *std::ranges::find_if(
       kAmounts, [&](const Amount& one) { return options.model == one.model; });
-  const auto run = make_run(options, amount, options.peer);
+  const auto& peer = *std::ranges::find_if(
+      bench::kPeers, [&](const bench::Peer& one) { return options.peer == one.name; });
+  const auto run = make_run(options, amount, peer);
   if (std::getenv("LOCKSTEP_BENCH_RANK") != nullptr) {
     bench::be_rank(run);
   } else {

@@ -61,7 +61,8 @@ const std::vector<Job> kJobs = {
      "GPT, 10.8 M parameters",
      3,
      8,
-     {"lockstep", "lockstep_bf16", "limit", "c10d_reducer_view", "python_ddp", "python_ddp_view"}},
+     {"lockstep", "lockstep_bf16", "lockstep_gradients", "limit", "c10d_reducer_view", "python_ddp",
+      "python_ddp_view"}},
 };
 
 constexpr int kStepsForBytes = 3;
@@ -106,12 +107,7 @@ struct Row {
   std::vector<Measurement> rounds = {};
   double wire_mb = 0;
 
-  double ms() const {
-    std::vector<double> values;
-    for (const Measurement& one : rounds) values.push_back(one.ms_per_step);
-    std::ranges::sort(values);
-    return values[values.size() / 2];
-  }
+  double ms() const { return bench::median(rounds, &Measurement::ms_per_step); }
 };
 
 class Bench {

@@ -122,12 +122,33 @@ void draw_samples() {
   }
 }
 
+// Shifted by up to 2 pixels and mirrored, otherwise in each epoch.
+class AugmentedImages : public AugmentedDataset {
+ public:
+  explicit AugmentedImages(std::shared_ptr<const FashionMnist> images)
+      : images_(std::move(images)) {}
+  std::size_t size() const override { return images_->size(); }
+  Sample get(std::size_t index, const Epoch& epoch) const override {
+    const Sample sample = images_->get(index);
+    const std::uint64_t random = epoch.seed_of(index);
+    const at::Tensor image = at::constant_pad_nd(sample.data, {2, 2, 2, 2}, -0.81)
+                                 .narrow(1, static_cast<std::int64_t>(random % 5), 28)
+                                 .narrow(2, static_cast<std::int64_t>(random / 5 % 5), 28);
+    return {random >> 63 != 0 ? image.flip({2}) : image, sample.target};
+  }
+
+ private:
+  std::shared_ptr<const FashionMnist> images_;
+};
+
 // A rank that trains: prints the median times of a step and of what is in it.
-void be_rank() {
+void be_rank(bool is_augmented) {
   World world = World::join();
   at::set_num_threads(1);
   bench::bind_to_core(world.rank(), world.size());
-  const auto data = std::make_shared<FashionMnist>(true);
+  const auto images = std::make_shared<const FashionMnist>(true);
+  std::shared_ptr<const Dataset> data = images;
+  if (is_augmented) data = std::make_shared<AugmentedImages>(images);
   Loader loader(data, DistributedSampler(data->size(), world), {.batch_size = 64});
   auto workload = bench::make_workload("cnn", 0);
   DistributedDataParallel ddp(workload.model, world);
@@ -165,10 +186,10 @@ void be_rank() {
   std::filesystem::remove(log);
 }
 
-void train() {
+void train(bool is_augmented) {
   std::vector<std::string> outputs;
-  if (bench::run_ranks(2, {bench::this_program(), "--rank"}, {{"LOCKSTEP_TERMINAL", "80"}},
-                       &outputs) != 0) {
+  if (bench::run_ranks(2, {bench::this_program(), "--rank", is_augmented ? "augmented" : "plain"},
+                       {{"LOCKSTEP_TERMINAL", "80"}}, &outputs) != 0) {
     std::exit(1);
   }
   double step = 0, waiting = 0, metrics = 0;  // of the slower rank
@@ -183,16 +204,16 @@ void train() {
   }
   if (is_json) {
     text::print("{}\n", nlohmann::json({{"bench", "kit"},
-                                        {"what", "training"},
+                                        {"what", is_augmented ? "augmented training" : "training"},
                                         {"step_ms", step},
                                         {"waiting_percent", 100 * waiting / step},
                                         {"metrics_percent", 100 * metrics / step}})
                             .dump());
   } else {
     text::print(
-        "# The CNN on 2 ranks, {:.1f} ms a step: waits {:.3f} % of it for batches; bar and JSON "
-        "lines cost {:.3f} %.\n",
-        step, 100 * waiting / step, 100 * metrics / step);
+        "# The CNN on 2 ranks, {} images, {:.1f} ms a step: waits {:.3f} % of it for batches; bar "
+        "and JSON lines cost {:.3f} %.\n",
+        is_augmented ? "augmented" : "plain", step, 100 * waiting / step, 100 * metrics / step);
   }
 }
 
@@ -200,7 +221,7 @@ void train() {
 
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "--rank") == 0) {
-    be_rank();
+    be_rank(argc > 2 && std::strcmp(argv[2], "augmented") == 0);
     return 0;
   }
   is_json = argc > 1 && std::strcmp(argv[1], "--json") == 0;
@@ -225,5 +246,6 @@ int main(int argc, char** argv) {
         [&] { torch::nn::utils::clip_grad_norm_(others, 1e9); });
   }
   draw_samples();
-  train();
+  train(false);
+  train(true);
 }

@@ -128,10 +128,14 @@ std::shared_ptr<Model> make_model(const std::string& name) {
   if (name == "cnn") return std::make_shared<Cnn>();
   if (name == "gpt") return std::make_shared<Gpt>(GptOptions{6, 6, 384, 65, 256, false});
   if (name == "gpt2") return std::make_shared<Gpt>(GptOptions{12, 12, 768, 50257, 1024, true});
+  if (name == "gpt2_medium") {
+    return std::make_shared<Gpt>(GptOptions{24, 16, 1024, 50257, 1024, true});
+  }
   if (name == "many") return std::make_shared<Many>();
-  throw UsageError({.operation = "bench"}, text::format("There is no model '{}'.\n"
-                                                        "Choose of: mlp, cnn, gpt, gpt2, many.",
-                                                        name));
+  throw UsageError({.operation = "bench"},
+                   text::format("There is no model '{}'.\n"
+                                "Choose of: mlp, cnn, gpt, gpt2, gpt2_medium, many.",
+                                name));
 }
 
 }  // namespace
@@ -154,7 +158,8 @@ Workload make_workload(const std::string& name, int rank) {
   } else {
     const bool is_small = name == "gpt";
     const std::vector<std::int64_t> shape =
-        is_small ? std::vector<std::int64_t>{4, 128} : std::vector<std::int64_t>{1, 64};
+        is_small ? std::vector<std::int64_t>{4, 128}
+                 : std::vector<std::int64_t>{1, name == "gpt2" ? 64 : 32};
     workload.input = torch::randint(is_small ? 65 : 50257, shape, torch::kLong);
     workload.target = torch::randint(is_small ? 65 : 50257, {shape[0] * shape[1]}, torch::kLong);
   }

@@ -5,6 +5,7 @@
 //   cnn   1.2 M parameters: two convolutions and two linear layers, 64 images of 1 x 28 x 28
 //   gpt  10.8 M parameters: 6 layers, 6 heads, width 384, 65 characters, 4 x 128 tokens
 //   gpt2  124 M parameters: GPT-2 small, 1 x 64 tokens
+//   gpt2_medium  355 M parameters: GPT-2 medium, 1 x 32 tokens
 //   many  1000 tensors of 10 numbers: hardly any work but that of 1000 hooks
 #pragma once
 

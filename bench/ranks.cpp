@@ -39,7 +39,8 @@ std::string cpu_name() {
 
 std::string this_program() { return text::format("/proc/{}/exe", ::getpid()); }
 
-int run_and_wait(std::vector<Command> commands, std::vector<std::string>* outputs) {
+int run_and_wait(std::vector<Command> commands, std::vector<std::string>* outputs,
+                 const OnStarted& on_started) {
   std::vector<Fd> files;  // not pipes: nobody need read while the commands write
   std::vector<pid_t> running;
   for (Command& command : commands) {
@@ -49,6 +50,7 @@ int run_and_wait(std::vector<Command> commands, std::vector<std::string>* output
     }
     running.push_back(spawn(command));
   }
+  if (on_started) on_started(running);
   int worst = 0;
   while (!running.empty()) {
     int status = 0;
@@ -73,14 +75,14 @@ int run_and_wait(std::vector<Command> commands, std::vector<std::string>* output
 
 int run_ranks(int num_ranks, const std::vector<std::string>& arguments,
               const std::map<std::string, std::string>& variables,
-              std::vector<std::string>* outputs) {
+              std::vector<std::string>* outputs, const OnStarted& on_started) {
   const Fd store = make_memfd("lockstep-bench-store");
   std::vector<Command> commands;
   for (int rank = 0; rank < num_ranks; ++rank) {
     commands.push_back(rank_command(arguments, rank, num_ranks, store.get()));
     commands.back().variables.insert(variables.begin(), variables.end());
   }
-  return run_and_wait(std::move(commands), outputs);
+  return run_and_wait(std::move(commands), outputs, on_started);
 }
 
 int verdict(std::int64_t wrong, std::int64_t failed, bool is_json) {

@@ -12,8 +12,8 @@ import sys
 SIZES = {0: "", 8: "8 B", 1024: "1 KiB", 16384: "16 KiB", 65536: "64 KiB", 1 << 20: "1 MiB", 25 << 20: "25 MiB",
          100 << 20: "100 MiB"}
 MODELS = {"mlp": "MLP, 85 k", "cnn": "CNN, 1.2 M", "gpt": "GPT, 10.8 M", "gpt2": "GPT-2 small, 124 M",
-          "many": "1000 tensors of 10"}
-PEERS = ["limit", "barrier", "lockstep", "c10d_reducer", "c10d_reducer_view", "python_ddp", "python_ddp_view"]
+          "gpt2_medium": "GPT-2 medium, 355 M", "many": "1000 tensors of 10"}
+PEERS = ["limit", "barrier", "lockstep", "lockstep_gradients", "c10d_reducer", "c10d_reducer_view", "python_ddp", "python_ddp_view"]
 
 
 def table(head, rows):
@@ -90,6 +90,34 @@ class Rows:
                 rows.append([name, number(row["lockstep"]), number(row["python"]), f"{row['ratio']:.2f} x"])
         return table(["ms per step", "lockstep", "Python DDP", ""], rows)
 
+    def of_host(self, show):
+        """One row for each model and number of ranks, one column for each peer that trains."""
+        found = self.of(bench="memory")
+        peers = list(dict.fromkeys(row["peer"] for row in found if not row["peer"].endswith("bare")))
+        rows = []
+        for model, ranks in dict.fromkeys((row["model"], row["ranks"]) for row in found):
+            cells = [self.of(bench="memory", model=model, ranks=ranks, peer=peer) for peer in peers]
+            rows.append([MODELS[model], str(ranks), *(show(cell[0]) if cell else "" for cell in cells)])
+        return table(["", "ranks", *peers], rows)
+
+    @staticmethod
+    def of_host_mb(row):
+        if row["above_bare_mb"] is not None:
+            return number(row["above_bare_mb"])
+        return "does not fit" if "no_room" in row else ""
+
+    @staticmethod
+    def of_host_ratio(row):
+        if row["x_replicated"] is None:
+            return ""
+        return f"{'' if row['is_replicated_measured'] else '~'}{row['x_replicated']:.2f}"
+
+    @staticmethod
+    def of_host_step(row):
+        if row["ms_per_step"] is None:
+            return ""
+        return number(row["ms_per_step"]) + (f" ({row['x_barrier']:.2f})" if row["x_barrier"] else "")
+
     def hosts(self):
         return table(["", "peer", "ms", "against lockstep", "MB sent per host and step", "against the bound"],
                      ([row["what"].replace("_", " "), row["peer"], number(row["ms"]), f"{row['vs_lockstep']:.2f}",
@@ -164,7 +192,10 @@ class Rows:
         return {"all-reduce 2": self.collectives(2, ["all_reduce"]), "all-reduce 4": self.collectives(4, ["all_reduce"]),
                 "collectives 2": self.collectives(2, others), "collectives 4": self.collectives(4, others),
                 "steps": self.steps("ms_per_step"), "steps quiet": self.steps("quiet_ms"),
-                "memory": self.steps("peak_mb"), "alone": self.alone(), "gpt": self.gpt(), "hosts": self.hosts(),
+                "memory": self.steps("peak_mb"), "host memory": self.of_host(self.of_host_mb),
+                "host paper": self.of_host(lambda row: f"{row['x_formula']:.2f}" if row["x_formula"] else ""),
+                "host replicated": self.of_host(self.of_host_ratio), "host steps": self.of_host(self.of_host_step),
+                "alone": self.alone(), "gpt": self.gpt(), "hosts": self.hosts(),
                 "scaling": self.scaling(), "scaling hosts": self.scaling_hosts(), "launch": self.launch(),
                 "kit": self.kit(), "checkpoint": self.checkpoint(), "summary": self.summary()}
 

@@ -3,21 +3,25 @@
 #include <ATen/Parallel.h>
 #include <lockstep/ddp.h>
 #include <lockstep/optim.h>
+#include <lockstep/sharded.h>
 #include <lockstep/world.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <map>
+#include <memory>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 
 #include "base/env.h"
 #include "base/posix.h"
 #include "base/text.h"
+#include "memory_watch.h"
 #include "models.h"
+#include "peers/bare.h"
 #include "peers/c10d_reducer.h"
 #include "ranks.h"
 
@@ -26,21 +30,32 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr double kLearningRate = 1e-4;  // the optimizer's other options are Python's defaults, too
+
 // An ordinary training loop, and what the peer puts around it.
 class Training {
  public:
   explicit Training(const TrainingRun& run, int rank)
       : workload_(make_workload(run.model, rank)),
         parameters_(workload_.model->parameters()),
-        optimizer_(parameters_, torch::optim::AdamWOptions(1e-4)) {  // and Python's defaults
+        optimizer_(std::make_unique<optim::AdamW>(parameters_,
+                                                  torch::optim::AdamWOptions(kLearningRate))) {
     if (run.peer.starts_with("lockstep") || run.peer == "world_of_one") {
       world_ = World::join();
       DdpOptions options;
       if (run.peer == "lockstep_bf16") options.hook = bf16_hook();
+      if (run.peer == "lockstep_in_backward") options.optimizer = optimizer_.get();
+      if (run.peer == "lockstep_optimizer") options.shard = Shard::kOptimizer;
+      if (run.peer == "lockstep_gradients") options.shard = Shard::kGradients;
       ddp_.emplace(workload_.model, *world_, options);
-    } else if (run.peer == "barrier") {
+      if (options.shard != Shard::kNone) {
+        optimizer_ = std::make_unique<optim::Sharded<optim::AdamW>>(
+            parameters_, torch::optim::AdamWOptions(kLearningRate));
+      }
+    } else if (run.peer == "barrier" || run.peer == "bare") {
       world_ = World::join();
       has_barrier_ = true;
+      if (run.peer == "bare") make_bare(*world_, parameters_);
     } else if (run.peer == "c10d_reducer" || run.peer == "c10d_reducer_view") {
       world_ = World::join({.engine = "gloo"});
       reducer_.emplace(*world_, parameters_, run.peer == "c10d_reducer_view");
@@ -53,7 +68,7 @@ class Training {
     const auto loss = workload_.loss();
     if (reducer_) reducer_->before_backward();
     loss.backward();
-    optimizer_.step();
+    optimizer_->step();  // of lockstep_in_backward and bare: nothing is left to do
     if (has_barrier_) world_->barrier();
   }
 
@@ -78,27 +93,20 @@ class Training {
  private:
   Workload workload_;
   std::vector<at::Tensor> parameters_;
-  optim::AdamW optimizer_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::optional<World> world_;
   bool has_barrier_ = false;
   std::optional<DistributedDataParallel> ddp_;
   std::optional<C10dReducer> reducer_;
 };
 
-// A size in kB that the kernel states in a file of this process, as MB; 0 if it does not.
-double stated_mb(const std::string& file, const std::string& name) {
-  std::istringstream lines(read_small_file("/proc/self/" + file));
-  for (std::string line; std::getline(lines, line);) {
-    if (line.starts_with(name + ":")) return std::stod(line.substr(name.size() + 1)) / 1024;
-  }
-  return 0;
-}
-
 // The most memory that this process has had. Segments of shared memory, which all ranks see and
 // which stay as they are from the start, count by this process's share.
 double peak_mb() {
-  return stated_mb("status", "VmHWM") - stated_mb("status", "RssShmem") +
-         stated_mb("smaps_rollup", "Pss_Shmem");
+  const std::string status = read_small_file("/proc/self/status");
+  const double bytes = stated_bytes(status, "VmHWM") - stated_bytes(status, "RssShmem") +
+                       stated_bytes(read_small_file("/proc/self/smaps_rollup"), "Pss_Shmem");
+  return bytes / (1 << 20);
 }
 
 double percentile(std::vector<double>& values, int percent) {
@@ -122,6 +130,9 @@ Measurement train(const TrainingRun& run, int rank, int size) {
   }
   Measurement result;
   result.wire_mb = (sent_mb() - sent_before) / run.steps;
+  tell_watch();
+  for (int i = 0; i < run.watched_steps; ++i) training.step();
+  tell_watch();
   result.peak_mb = peak_mb();
   result.mean_ms = std::accumulate(times.begin(), times.end(), 0.0) / run.steps;
   result.ms_per_step = percentile(times, 50);
@@ -131,11 +142,13 @@ Measurement train(const TrainingRun& run, int rank, int size) {
   return result;
 }
 
-std::vector<std::string> run_python(const TrainingRun& run, int num_ranks,
-                                    const std::string& python, int& failed) {
+using Variables = std::map<std::string, std::string>;
+
+int run_python(const TrainingRun& run, const std::string& python, const Variables& variables,
+               std::vector<std::string>* outputs, const OnStarted& on_started) {
   const Fd store = make_memfd("lockstep-bench-store");
   std::vector<Command> commands;
-  for (int rank = 0; rank < num_ranks; ++rank) {
+  for (int rank = 0; rank < run.ranks; ++rank) {
     Command command;
     command.arguments = python_rank(run, python);
     command.arguments.insert(command.arguments.end(),
@@ -143,12 +156,30 @@ std::vector<std::string> run_python(const TrainingRun& run, int num_ranks,
     command.variables = {{"OMP_NUM_THREADS", "1"},
                          {"GLOO_SOCKET_IFNAME", "lo"},
                          {"RANK", std::to_string(rank)},
-                         {"WORLD_SIZE", std::to_string(num_ranks)}};
+                         {"WORLD_SIZE", std::to_string(run.ranks)}};
+    command.variables.insert(variables.begin(), variables.end());
     commands.push_back(command);
   }
-  std::vector<std::string> outputs;
-  failed = run_and_wait(std::move(commands), &outputs);
-  return outputs;
+  return run_and_wait(std::move(commands), outputs, on_started);
+}
+
+int run_ourselves(const TrainingRun& run, Variables variables, std::vector<std::string>* outputs,
+                  const OnStarted& on_started) {
+  std::vector<std::string> arguments = {this_program(),
+                                        "--model",
+                                        run.model,
+                                        "--peer",
+                                        run.peer,
+                                        "--warm-up",
+                                        std::to_string(run.warm_up),
+                                        "--steps",
+                                        std::to_string(run.steps)};
+  if (run.watched_steps > 0) {
+    arguments.insert(arguments.end(), {"--watched-steps", std::to_string(run.watched_steps)});
+  }
+  variables.insert(
+      {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_LOG", "warning"}, {"LOCKSTEP_BENCH_RANK", "1"}});
+  return run_ranks(run.ranks, arguments, variables, outputs, on_started);
 }
 
 }  // namespace
@@ -162,29 +193,40 @@ void be_rank(const TrainingRun& run) {
 }
 
 Measurement measure(const TrainingRun& run, const std::string& python) {
-  const auto* const peer =
-      std::ranges::find_if(kPeers, [&](const Peer& one) { return run.peer == one.name; });
-  if (peer == std::end(kPeers)) {
-    throw std::runtime_error(text::format("there is no peer '{}'", run.peer));
+  MemoryWatch watch;
+  Variables variables;
+  OnStarted on_started;
+  if (run.watched_steps > 0) {
+    variables = watch.variables();
+    on_started = [&](const std::vector<pid_t>& started) { watch.start(started); };
   }
-  int failed = 0;
   std::vector<std::string> outputs;
-  if (run.peer.starts_with("python_")) {
-    outputs = run_python(run, peer->ranks, python, failed);
-  } else {
-    failed = run_ranks(
-        peer->ranks,
-        {this_program(), "--model", run.model, "--peer", run.peer, "--warm-up",
-         std::to_string(run.warm_up), "--steps", std::to_string(run.steps)},
-        {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_LOG", "warning"}, {"LOCKSTEP_BENCH_RANK", "1"}},
-        &outputs);
-  }
+  const int failed = run.peer.starts_with("python_")
+                         ? run_python(run, python, variables, &outputs, on_started)
+                         : run_ourselves(run, variables, &outputs, on_started);
+  watch.stop();
   if (failed != 0) {
     throw std::runtime_error(text::format("the run of {} on {} failed", run.peer, run.model));
   }
   std::vector<Measurement> ranks;
   for (const std::string& output : outputs) ranks.push_back(nlohmann::json::parse(output));
-  return put_together(ranks);
+  Measurement result = put_together(ranks);
+  result.pss_bytes = watch.pss_bytes();
+  result.sampled_pss_bytes = watch.sampled_pss_bytes();
+  result.page_table_bytes = watch.page_table_bytes();
+  if (run.watched_steps > 0 && result.pss_bytes == 0) {
+    throw std::runtime_error(text::format(
+        "the watched steps of {} on {} were too short to see its memory", run.peer, run.model));
+  }
+  return result;
+}
+
+double median(const std::vector<Measurement>& rounds, double Measurement::*member) {
+  std::vector<double> values;
+  for (const Measurement& one : rounds) values.push_back(one.*member);
+  std::ranges::sort(values);
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
 double sent_mb() {
@@ -201,7 +243,14 @@ std::vector<std::string> python_rank(const TrainingRun& run, const std::string& 
   std::vector<std::string> arguments = {
       python,      LOCKSTEP_BENCH_DIR "/peers/ddp.py", "--model", run.model,
       "--warm-up", std::to_string(run.warm_up),        "--steps", std::to_string(run.steps)};
-  if (run.peer == "python_ddp_view") arguments.push_back("--bucket-view");
+  if (run.watched_steps > 0) {
+    arguments.insert(arguments.end(), {"--watched-steps", std::to_string(run.watched_steps)});
+  }
+  if (run.peer == "python_ddp_view" || run.peer == "python_zero") {
+    arguments.push_back("--bucket-view");
+  }
+  if (run.peer == "python_zero") arguments.push_back("--zero");
+  if (run.peer == "python_bare") arguments.push_back("--bare");
   return arguments;
 }
 

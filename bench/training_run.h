@@ -16,7 +16,9 @@ struct TrainingRun {
   std::string model;
   std::string peer;
   int warm_up = 0;
-  int steps = 0;
+  int steps = 0;          // that are timed
+  int ranks = 2;          // for measure()
+  int watched_steps = 0;  // after those, in which memory is looked at (memory_watch.h)
 };
 
 struct Measurement {
@@ -27,6 +29,10 @@ struct Measurement {
   double wire_mb = 0;      // that the host has sent in a step; 0 if it has no network of its own
   std::int64_t parameters = 0;
   std::int64_t wrong = 0;  // elements of parameters that differ from rank 0's at the end
+  // Of all ranks together, in watched steps: measure() sets these, not the ranks.
+  double pss_bytes = 0;
+  double sampled_pss_bytes = 0;
+  double page_table_bytes = 0;
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Measurement, ms_per_step, quiet_ms, mean_ms, peak_mb, wire_mb,
                                    parameters, wrong)
@@ -39,12 +45,17 @@ struct Peer {
 inline constexpr Peer kPeers[] = {{"limit", 2, false},
                                   {"barrier", 2, false},
                                   {"lockstep", 2, true},
+                                  {"lockstep_in_backward", 2, true},
+                                  {"lockstep_gradients", 2, true},
                                   {"c10d_reducer", 2, true},
                                   {"c10d_reducer_view", 2, true},
                                   {"python_ddp", 2, true},
                                   {"python_ddp_view", 2, true},
                                   {"plain", 1, false},
                                   {"world_of_one", 1, false}};
+
+// Requires: there is a round.
+double median(const std::vector<Measurement>& rounds, double Measurement::*member);
 
 // A rank of a C++ peer: trains and prints its measurement.
 void be_rank(const TrainingRun& run);
@@ -62,7 +73,7 @@ Measurement put_together(const std::vector<Measurement>& ranks);
 
 // Starts the ranks of a run, waits for them, and puts them together: the slowest rank's time, the
 // largest peak, all wrong values. `python` is needed by Python's peers.
-// Throws: std::runtime_error if a rank failed.
+// Throws: std::runtime_error if a rank failed, or watched steps were too short to see anything.
 Measurement measure(const TrainingRun& run, const std::string& python);
 
 }  // namespace lockstep::bench

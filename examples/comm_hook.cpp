@@ -1,6 +1,6 @@
 // Fewer bytes between ranks: gradients in bf16, and a hook of one's own, which sends 8 bits.
 //
-//   lockstep run -n 2 -- build/release/examples/comm_hook
+//   lockstep run -n 2 -- build/release/examples/comm_hook --device cpu    (without it: the GPUs)
 //
 // Expected: all three losses fall alike; the bytes sent fall to a half and to about a quarter.
 
@@ -40,15 +40,16 @@ class EightBits : public lockstep::CommHook {
   std::map<int, torch::Tensor> errors_;  // by bucket
 };
 
-void train(const char* name, const lockstep::World& world,
+void train(const char* name, const lockstep::World& world, torch::Device device,
            std::shared_ptr<lockstep::CommHook> hook) {
   torch::manual_seed(1);
   auto model = torch::nn::Sequential(torch::nn::Linear(64, 256), torch::nn::Tanh(),
                                      torch::nn::Linear(256, 1));
+  model->to(device);
   lockstep::DistributedDataParallel ddp(model, world, {.hook = std::move(hook)});
   lockstep::optim::AdamW optimizer(model->parameters(), 3e-3);
   torch::manual_seed(100 + world.rank());
-  const auto inputs = torch::randn({256, 64});
+  const auto inputs = torch::randn({256, 64}).to(device);
   const auto targets = torch::sin(inputs.sum(1, true) / 4);
   double first = 0;
   double last = 0;
@@ -66,12 +67,15 @@ void train(const char* name, const lockstep::World& world,
   }
 }
 
-int main() try {
+int main(int argc, char** argv) try {
+  const bool has_device = argc == 3 && std::string(argv[1]) == "--device";
+  if (argc > 1 && !has_device) throw std::invalid_argument("usage: comm_hook [--device NAME]");
   const auto world = lockstep::World::join();
+  const auto device = world.device(has_device ? argv[2] : "auto");
   torch::set_num_threads(1);
-  train("32 bits", world, nullptr);
-  train("bf16", world, lockstep::bf16_hook());
-  train("8 bits", world, std::make_shared<EightBits>());
+  train("32 bits", world, device, nullptr);
+  train("bf16", world, device, lockstep::bf16_hook());
+  train("8 bits", world, device, std::make_shared<EightBits>());
 } catch (const std::exception& error) {
   std::fprintf(stderr, "%s\n", error.what());
   return 1;

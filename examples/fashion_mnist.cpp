@@ -2,6 +2,7 @@
 // stopped.
 //
 //   lockstep run -- build/release/examples/fashion_mnist [--epochs N] [--steps N] [--folder FOLDER]
+//       [--device cpu]      (without it the GPU of each rank, if there is one)
 //
 // Without -n, `lockstep run` takes all cores. With --folder a checkpoint is written after each
 // epoch and when the job is told to stop (Ctrl-C, SIGTERM); the same command then resumes. --steps
@@ -33,9 +34,10 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 // Every sample of the test set once, over all ranks.
-double test(Net& model, const lockstep::World& world) {
+double test(Net& model, const lockstep::World& world, torch::Device device) {
   static const auto data = std::make_shared<lockstep::FashionMnist>(false);
-  lockstep::Loader loader(data, lockstep::EvalSampler(data->size(), world), {.batch_size = 250});
+  lockstep::Loader loader(data, lockstep::EvalSampler(data->size(), world),
+                          {.batch_size = 250, .device = device});
   lockstep::Accuracy accuracy;
   torch::NoGradGuard no_gradients;
   model->eval();
@@ -48,20 +50,22 @@ double test(Net& model, const lockstep::World& world) {
 
 int main(int argc, char** argv) try {
   std::int64_t epochs = 8, max_steps = 0;  // 0: all of the epochs
-  std::string folder;
+  std::string folder, device_name = "auto";
   for (int i = 1; i < argc; i += 2) {
     const std::string name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
-    if (name == "--folder" && !value.empty()) {
-      folder = value;
+    if ((name == "--folder" || name == "--device") && !value.empty()) {
+      (name == "--folder" ? folder : device_name) = value;
     } else if ((name == "--epochs" || name == "--steps") && std::atoll(value.c_str()) > 0) {
       (name == "--epochs" ? epochs : max_steps) = std::atoll(value.c_str());
     } else {
-      throw std::runtime_error("Options: --epochs N, --steps N, --folder FOLDER; not " + name +
-                               " " + value);
+      throw std::runtime_error(
+          "Options: --epochs N, --steps N, --folder FOLDER, --device NAME; not " + name + " " +
+          value);
     }
   }
 
   const auto world = lockstep::World::join();
+  const torch::Device device = world.device(device_name);
   torch::set_num_threads(1);  // a rank for each core
   lockstep::seed_all(1, world);
 
@@ -70,9 +74,10 @@ int main(int argc, char** argv) try {
   lockstep::DistributedSampler sampler(data->size(), world, {.drop_last = true});
   const auto steps_per_epoch = static_cast<std::int64_t>(sampler.samples_per_rank() / kBatch);
   const std::int64_t total = max_steps > 0 ? max_steps : epochs * steps_per_epoch;
-  lockstep::Loader loader(data, sampler, {.batch_size = kBatch});
+  lockstep::Loader loader(data, sampler, {.batch_size = kBatch, .device = device});
 
   Net model;
+  model->to(device);
   lockstep::DistributedDataParallel ddp(model, world);
   lockstep::optim::AdamW optimizer(model->parameters(), 2e-3);
   lockstep::optim::Schedule schedule(optimizer, lockstep::optim::one_cycle(total));
@@ -112,7 +117,7 @@ int main(int argc, char** argv) try {
   }
 
   const double speed = world.sum(clock.samples_per_second()) / world.size();
-  const double accuracy = max_steps > 0 ? 0 : test(model, world);
+  const double accuracy = max_steps > 0 ? 0 : test(model, world, device);
   if (world.rank() == 0) {
     if (max_steps == 0) std::printf("test accuracy %.2f %%\n", 100 * accuracy);
     std::printf("%d rank%s: %.0f samples/s\n", world.size(), world.size() == 1 ? "" : "s", speed);

@@ -2,7 +2,7 @@
 // rank has its own. Whatever is a tensor with a gradient can be trained: a solver's coefficients, a
 // game's parameters, the tensors of a binding.
 //
-//   lockstep run -n 2 -- build/release/examples/from_tensors
+//   lockstep run -n 2 -- build/release/examples/from_tensors --device cpu    (without it: the GPUs)
 //
 // Expected: stiffness near 3.0 and damping near 0.4.
 
@@ -24,18 +24,21 @@ torch::Tensor simulate(torch::Tensor x, const torch::Tensor& stiffness,
   return torch::stack(seen);
 }
 
-int main() try {
+int main(int argc, char** argv) try {
+  const bool has_device = argc == 3 && std::string(argv[1]) == "--device";
+  if (argc > 1 && !has_device) throw std::invalid_argument("usage: from_tensors [--device NAME]");
   const auto world = lockstep::World::join();
+  const auto device = world.device(has_device ? argv[2] : "auto");
   torch::set_num_threads(1);
 
   // Observations of this rank, with noise.
   torch::manual_seed(1 + world.rank());
-  const auto begin = torch::randn({1000}) * 2;
-  const auto seen =
-      simulate(begin, torch::tensor(3.0), torch::tensor(0.4)) + 0.01 * torch::randn({4, 1000});
+  const auto begin = torch::randn({1000}).to(device) * 2;
+  const auto seen = simulate(begin, torch::tensor(3.0), torch::tensor(0.4)) +
+                    0.01 * torch::randn({4, 1000}).to(device);
 
-  auto stiffness = torch::tensor(1.0f).requires_grad_();
-  auto damping = torch::tensor(0.0f).requires_grad_();
+  auto stiffness = torch::tensor(1.0f, device).requires_grad_();
+  auto damping = torch::tensor(0.0f, device).requires_grad_();
   lockstep::DistributedDataParallel ddp({{"stiffness", stiffness}, {"damping", damping}}, world);
   lockstep::optim::Adam optimizer(std::vector<torch::Tensor>{stiffness, damping}, 0.1);
 

@@ -4,6 +4,7 @@
 //
 //   lockstep run -n 2 -- build/release/examples/gpt     (or mpirun, torchrun --no-python, alone)
 //       [--steps N] [--text FILE] [--bf16] [--batch N] [--seed N] [--loss-file FILE]
+//       [--device cuda] [--shard]     (--shard: the ranks of a host have the model once)
 //
 // Expected: the loss falls from 4.6 to below 1.5, then 500 characters that look like C++.
 
@@ -57,7 +58,7 @@ struct Gpt : nn::Module {
     }
   }
   torch::Tensor forward(const torch::Tensor& input) {  // scores of every next character
-    const auto x = tokens(input) + positions(torch::arange(input.size(1)));
+    const auto x = tokens(input) + positions(torch::arange(input.size(1), input.device()));
     return torch::linear(norm(blocks->forward(x)), tokens->weight);
   }
 };
@@ -81,45 +82,44 @@ std::string gather_headers() {
 }
 
 int main(int argc, char** argv) try {
-  std::map<std::string, std::string> options = {{"--steps", "800"}, {"--batch", "8"},
-                                                {"--seed", "1"},    {"--text", ""},
-                                                {"--bf16", ""},     {"--loss-file", "/dev/null"}};
+  using lockstep::SampleOrder, lockstep::Shard, lockstep::optim::cosine, lockstep::optim::warm_up;
+  std::map<std::string, std::string> options = {{"--steps", "800"},   {"--batch", "8"},
+                                                {"--seed", "1"},      {"--text", ""},
+                                                {"--bf16", ""},       {"--loss-file", "/dev/null"},
+                                                {"--device", "auto"}, {"--shard", ""}};
   for (int i = 1; i < argc; ++i) {
     const auto option = options.find(argv[i]);
     if (option == options.end()) throw std::runtime_error(std::string("No option: ") + argv[i]);
     option->second = i + 1 < argc && argv[i + 1][0] != '-' ? argv[++i] : "yes";
   }
   const std::int64_t steps = std::atoll(options["--steps"].c_str());
-  const std::size_t batch_size = std::strtoul(options["--batch"].c_str(), nullptr, 10);
-  const std::uint64_t seed = std::strtoul(options["--seed"].c_str(), nullptr, 10);
+  const std::uint64_t batch_size = std::strtoul(options["--batch"].c_str(), nullptr, 10),
+                      seed = std::strtoul(options["--seed"].c_str(), nullptr, 10);
   if (steps < 1 || batch_size < 1) throw std::runtime_error("--steps and --batch want numbers.");
-
   const auto world = lockstep::World::join();
   lockstep::seed_all(seed, world);
-  const bool is_given = !options["--text"].empty();
-  const std::string path = is_given ? options["--text"] : gather_headers();
+  const auto device = world.device(options["--device"]);
+  const std::string given = options["--text"], path = given.empty() ? gather_headers() : given;
   const auto text = std::make_shared<lockstep::TextFile>(path, kContext);
-  if (!is_given) fs::remove(path);  // it stays mapped
-  lockstep::DistributedSampler sampler(text->size(), world,
-                                       {lockstep::SampleOrder::kAsPython, seed});
-  lockstep::Loader loader(text, sampler, {.batch_size = batch_size});
-
+  if (given.empty()) fs::remove(path);  // it stays mapped
+  lockstep::DistributedSampler sampler(text->size(), world, {SampleOrder::kAsPython, seed});
+  lockstep::Loader loader(text, sampler, {.batch_size = batch_size, .device = device});
   const auto model = std::make_shared<Gpt>(text->vocabulary().size());
-  lockstep::DistributedDataParallel ddp(model, world);
+  model->to(device);
+  const Shard shard = options["--shard"].empty() ? Shard::kNone : Shard::kGradients;
+  lockstep::DistributedDataParallel ddp(model, world, {.shard = shard});
   ddp.accumulate(kAccumulate);
-  lockstep::optim::AdamW optimizer(model->parameters(),
-                                   torch::optim::AdamWOptions(3e-3).betas({0.9, 0.95}));
-  const auto cosine = lockstep::optim::cosine(steps, 0.1);
-  lockstep::optim::Schedule schedule(optimizer, lockstep::optim::warm_up(1 + steps / 20, cosine));
+  lockstep::optim::Sharded<lockstep::optim::AdamW> optimizer(  // AdamW itself without --shard
+      model->parameters(), torch::optim::AdamWOptions(3e-3).betas({0.9, 0.95}));
+  lockstep::optim::Schedule schedule(optimizer, warm_up(1 + steps / 20, cosine(steps, 0.1)));
   lockstep::JsonLines losses(options["--loss-file"], world);
-
   for (std::int64_t step = 1; step <= steps; ++step) {
-    auto loss_sum = torch::zeros({});
+    auto loss_sum = torch::zeros({}, device);
     for (int i = 0; i < kAccumulate; ++i) {
       auto batch = loader.next();
       if (!batch) batch = loader.next();  // of the next epoch
       std::optional<lockstep::Autocast> autocast;
-      if (!options["--bf16"].empty()) autocast.emplace(torch::kBFloat16);
+      if (!options["--bf16"].empty()) autocast.emplace(torch::kBFloat16, device.type());
       const auto scores = model->forward(batch->data).flatten(0, 1);
       const auto loss = torch::cross_entropy_loss(scores, batch->target.flatten()) / kAccumulate;
       autocast.reset();
@@ -137,12 +137,12 @@ int main(int argc, char** argv) try {
 
   if (world.rank() == 0) {  // goes on from some characters of the text
     const torch::NoGradGuard no_grad;
-    auto written = text->get(text->size() / 2).data.slice(0, 0, 32).unsqueeze(0);
+    auto written = text->get(text->size() / 2).data.slice(0, 0, 32).unsqueeze(0).to(device);
     for (int i = 0; i < 500; ++i) {
       const auto scores = model->forward(written.slice(1, -kContext)).select(1, -1);
       written = torch::cat({written, torch::multinomial(torch::softmax(scores / 0.8, 1), 1)}, 1);
     }
-    std::printf("%s\n", text->decode(written).c_str());
+    std::printf("%s\n", text->decode(written.cpu()).c_str());
   }
 } catch (const std::exception& error) {
   std::fprintf(stderr, "%s\n", error.what());

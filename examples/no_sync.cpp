@@ -1,7 +1,7 @@
 // Larger batches than memory holds: gradients of several small batches add up locally, and are
 // averaged over ranks once.
 //
-//   lockstep run -n 2 -- build/release/examples/no_sync
+//   lockstep run -n 2 -- build/release/examples/no_sync --device cpu    (without it: the GPUs)
 //
 // Expected: "gradients equal: yes", and that 4 micro-batches were averaged once, not 4 times.
 
@@ -10,16 +10,20 @@
 
 #include <cstdio>
 
-int main() try {
+int main(int argc, char** argv) try {
+  const bool has_device = argc == 3 && std::string(argv[1]) == "--device";
+  if (argc > 1 && !has_device) throw std::invalid_argument("usage: no_sync [--device NAME]");
   const auto world = lockstep::World::join();
+  const auto device = world.device(has_device ? argv[2] : "auto");
   torch::set_num_threads(1);
   auto model = torch::nn::Linear(64, 8);
+  model->to(device);
   lockstep::DistributedDataParallel ddp(model, world);
   constexpr int kMicroBatches = 4;
 
   lockstep::seed_all(1, world);
-  const auto inputs = torch::randn({kMicroBatches * 16, 64});
-  const auto targets = torch::randn({kMicroBatches * 16, 8});
+  const auto inputs = torch::randn({kMicroBatches * 16, 64}).to(device);
+  const auto targets = torch::randn({kMicroBatches * 16, 8}).to(device);
   const auto batches = inputs.chunk(kMicroBatches);
   const auto answers = targets.chunk(kMicroBatches);
   // Gradients add up, so that each loss counts for its part of the batch.

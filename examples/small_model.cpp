@@ -2,7 +2,7 @@
 // backward() averages gradients over all ranks, and every replica takes the same step.
 //
 //   lockstep run -n 2 -- build/release/examples/small_model     (or mpirun, torchrun --no-python,
-//   alone)
+//   alone; --device cpu: not on GPUs)
 //
 // Expected: the loss falls from about 1.1 to below 0.1, and "replicas equal: yes".
 
@@ -11,20 +11,24 @@
 
 #include <cstdio>
 
-int main() try {
+int main(int argc, char** argv) try {
+  const bool has_device = argc == 3 && std::string(argv[1]) == "--device";
+  if (argc > 1 && !has_device) throw std::invalid_argument("usage: small_model [--device NAME]");
   const auto world = lockstep::World::join();
+  const auto device = world.device(has_device ? argv[2] : "auto");
   torch::set_num_threads(1);
 
   torch::manual_seed(1);
   auto model =
       torch::nn::Sequential(torch::nn::Linear(16, 64), torch::nn::Tanh(), torch::nn::Linear(64, 1));
-  const auto truth = torch::randn({16, 1});
+  const auto truth = torch::randn({16, 1}).to(device);
+  model->to(device);
   lockstep::DistributedDataParallel ddp(model, world);
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
 
   // Different data on each rank.
   torch::manual_seed(100 + world.rank());
-  const auto inputs = torch::randn({512, 16});
+  const auto inputs = torch::randn({512, 16}).to(device);
   const auto targets = torch::sin(inputs.matmul(truth) / 2);
 
   for (int step = 0; step <= 200; ++step) {

@@ -1,6 +1,6 @@
 // Ranks with different amounts of data: every sample counts the same, and nobody waits for ever.
 //
-//   lockstep run -n 3 -- build/release/examples/uneven
+//   lockstep run -n 3 -- build/release/examples/uneven --device cpu    (without it: the GPUs)
 //
 // Expected: ranks have 5, 6, 7, ... batches; "replicas equal: yes", and the weights that one
 // process with all the data would have.
@@ -10,11 +10,15 @@
 
 #include <cstdio>
 
-int main() try {
+int main(int argc, char** argv) try {
+  const bool has_device = argc == 3 && std::string(argv[1]) == "--device";
+  if (argc > 1 && !has_device) throw std::invalid_argument("usage: uneven [--device NAME]");
   const auto world = lockstep::World::join();
+  const auto device = world.device(has_device ? argv[2] : "auto");
   torch::set_num_threads(1);
   torch::manual_seed(1);
   auto model = torch::nn::Linear(8, 1);
+  model->to(device);
   lockstep::DistributedDataParallel ddp(model, world);
   lockstep::optim::SGD optimizer(model->parameters(), 0.05);
 
@@ -23,13 +27,14 @@ int main() try {
   const auto size_of = [&](int rank, int b) { return b + 1 == batches_of(rank) ? 3 : 16; };
   const auto batch_of = [&](int rank, int b) {
     torch::manual_seed(1000 * rank + b);
-    return torch::randn({size_of(rank, b), 8});
+    return torch::randn({size_of(rank, b), 8}).to(device);
   };
   const auto loss_of = [](torch::nn::Linear& net, const torch::Tensor& input) {
     return torch::mse_loss(net->forward(input), input.sum(1, true));
   };
 
   auto reference = torch::nn::Linear(8, 1);  // what one process would do
+  reference->to(device);
   lockstep::optim::SGD reference_optimizer(reference->parameters(), 0.05);
   {
     torch::NoGradGuard no_gradients;

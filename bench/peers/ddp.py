@@ -1,6 +1,7 @@
-"""The Python peer of bench/ddp.cpp: one rank of torch's DistributedDataParallel on Gloo.
+"""The Python peer of bench/ddp.cpp and bench/memory.cpp: one rank of torch's DistributedDataParallel on Gloo.
 
-The models are those of bench/models.h, layer by layer; the batch and the optimizer are the same.
+The models are those of bench/models.h, layer by layer; the batch and the optimizer are the same. With --zero, its state is
+in slices over ranks (ZeroRedundancyOptimizer); with --bare, there are no gradients, no state and no DDP.
 Prints one line of JSON with what bench/training_run.h calls a Measurement.
 """
 
@@ -97,6 +98,7 @@ def make_workload(name, rank):
         "cnn": Cnn,
         "gpt": lambda: Gpt(6, 6, 384, 65, 256, False),
         "gpt2": lambda: Gpt(12, 12, 768, 50257, 1024, True),
+        "gpt2_medium": lambda: Gpt(24, 16, 1024, 50257, 1024, True),
         "many": Many,
     }[name]()
     torch.manual_seed(100 + rank)
@@ -105,7 +107,7 @@ def make_workload(name, rank):
     if name in ("mlp", "cnn"):
         shape = (64, 784) if name == "mlp" else (64, 1, 28, 28)
         return model, torch.randn(shape), torch.randint(10, (64,))
-    vocabulary, shape = (65, (4, 128)) if name == "gpt" else (50257, (1, 64))
+    vocabulary, shape = {"gpt": (65, (4, 128)), "gpt2": (50257, (1, 64)), "gpt2_medium": (50257, (1, 32))}[name]
     return model, torch.randint(vocabulary, shape), torch.randint(vocabulary, (shape[0] * shape[1],))
 
 
@@ -129,6 +131,26 @@ def sent_mb():  # of the host, where it has a network of its own
         return 0
 
 
+def tell_watch():
+    """As tell_watch() of bench/memory_watch.h: watched steps begin, or have ended."""
+    if path := os.environ.get("LOCKSTEP_BENCH_WATCH"):
+        with open(path, "ab") as file:
+            file.write(b".")
+
+
+def drop_gradient(parameter):
+    parameter.grad = None
+
+
+def make_optimizer(parameters, is_zero):
+    if is_zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # here: it takes memory
+
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-4,
+                                       fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
 def count_wrong(parameters):
     wrong = 0
     for parameter in parameters:
@@ -144,7 +166,10 @@ def main():
     parser.add_argument("--warm-up", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--store", help="a file in which the ranks meet, instead of MASTER_ADDR")
+    parser.add_argument("--watched-steps", type=int, default=0)
     parser.add_argument("--bucket-view", action="store_true")
+    parser.add_argument("--zero", action="store_true")
+    parser.add_argument("--bare", action="store_true")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -152,14 +177,22 @@ def main():
     method = "file://" + options.store if options.store else "env://"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     model, data, target = make_workload(options.model, rank)
-    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=options.bucket_view)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    parameters = list(model.parameters())
+    if options.bare:
+        ddp = model
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
+    else:
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=options.bucket_view)
+    optimizer = make_optimizer(parameters, options.zero)
     bind_to_core(rank, size)
 
     def step():
         optimizer.zero_grad()
         F.cross_entropy(ddp(data), target).backward()
         optimizer.step()
+        if options.bare:
+            dist.barrier()
 
     for _ in range(options.warm_up):
         step()
@@ -171,14 +204,19 @@ def main():
         now = time.perf_counter()
         times.append((now - last) * 1e3)
         last = now
+    wire_mb = (sent_mb() - sent_before) / options.steps
+    tell_watch()
+    for _ in range(options.watched_steps):
+        step()
+    tell_watch()
     result = {
         "ms_per_step": statistics.median(times),
         "quiet_ms": sorted(times)[len(times) // 50],
         "mean_ms": statistics.fmean(times),
-        "wire_mb": (sent_mb() - sent_before) / options.steps,
+        "wire_mb": wire_mb,
         "peak_mb": peak_mb(),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "wrong": count_wrong(model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "wrong": 0 if options.bare else count_wrong(parameters),
     }
     print(json.dumps(result), flush=True)
     dist.barrier()

@@ -17,15 +17,23 @@ namespace lockstep {
 
 // One process of a world, as all ranks know it.
 struct Member {
-  int rank = 0;
+  int rank = 0;  // in the world that was joined; what errors call it, also in a part of that world
   std::string host = {};  // its name, for people
   std::string host_id =
       {};  // equal if and only if two members can share memory and see each other's pids
   std::string network_id = {};  // equal if and only if two members have one loopback interface
   int pid = 0;
   std::uint64_t start_time = 0;  // with pid: the process, even after the pid is used again
-  int local_rank = 0;
-  int num_gpus = 0;  // that it sees
+  int local_rank = 0;            // among the ranks of its host in the world that was joined
+  int num_gpus = 0;              // of CUDA, that it sees
+  // The accelerators that it sees: their type as LibTorch names it, such as "cuda" (empty: none),
+  // how many, and a text that is the same for ranks of one host if they see the same ones.
+  std::string device_type = {};
+  int num_devices = 0;
+  std::string visible_devices = {};
+  // Which of them is its own. It has none if ranks of its host that see the same ones have them
+  // all: then this is num_devices or more.
+  int device_index = 0;
   // Its memory that says what it waits for (src/shm/board.h); -1 if there is none.
   int page_fd = -1;
   std::uint64_t page_inode = 0;
@@ -38,8 +46,8 @@ class BoardChannel;
 
 // What an engine is given to connect the ranks of a world.
 struct EngineContext {
-  int rank = 0;
-  std::vector<Member> members;                  // by rank
+  int rank = 0;                                 // this one's place in `members`
+  std::vector<Member> members;                  // by rank in this world
   c10::intrusive_ptr<c10d::Store> store;        // the engine's own part of the world's store
   std::chrono::milliseconds connect_timeout{};  // until the ranks are connected
   std::chrono::milliseconds timeout{};          // of every operation after that
@@ -50,6 +58,10 @@ struct EngineContext {
   std::shared_ptr<shm::BoardChannel> channel;
 
   int size() const { return static_cast<int>(members.size()); }
+  // What errors call this rank.
+  int global_rank() const {
+    return members.empty() ? rank : members[static_cast<std::size_t>(rank)].rank;
+  }
   LOCKSTEP_API bool is_one_host() const;
   LOCKSTEP_API bool is_one_network() const;  // all members have one loopback interface
 };

@@ -41,7 +41,10 @@ class Optimizer;
 namespace lockstep {
 
 class GradScaler;
-class Loader;
+class HierarchicalAverager;
+class LoaderBase;
+class PeriodicAverager;
+class WeightAverage;
 namespace optim {
 class Schedule;
 }
@@ -92,21 +95,34 @@ class LOCKSTEP_API Checkpointer {
   Checkpointer& add(torch::optim::Optimizer& optimizer, const std::string& name = "optimizer");
   Checkpointer& add(optim::Schedule& schedule, const std::string& name = "schedule");
   Checkpointer& add(GradScaler& scaler, const std::string& name = "scaler");
+  Checkpointer& add(WeightAverage& average, const std::string& name = "average");
+  Checkpointer& add(PeriodicAverager& averager, const std::string& name = "averager");
+  Checkpointer& add(HierarchicalAverager& averager, const std::string& name = "averager");
   // A sampler alone. Under a data loader that draws ahead, `used` says how many samples of this
   // epoch this rank has really used since the last reset; lockstep::Loader knows that by itself.
   Checkpointer& add(DistributedSampler& sampler, const std::string& name = "sampler",
                     std::function<std::size_t()> used = {});
-  Checkpointer& add(Loader& loader, const std::string& name = "sampler");
+  // A Loader, or a BasicLoader of any type.
+  Checkpointer& add(LoaderBase& loader, const std::string& name = "sampler");
   // Anything else, as a text. Rank 0's is saved, all ranks load it.
   Checkpointer& add(const std::string& name, std::function<std::string()> save,
                     std::function<void(const std::string&)> load);
+  // What each rank has of its own, as bytes: a simulator, its generator. All ranks' are saved, and
+  // each loads its own. In a world of another size `load_others` gets all of them, in the order of
+  // ranks, on every rank; without it that is an error (or left out, if not strict). All ranks'
+  // together may be 256 MiB, each its share of that.
+  Checkpointer& add_per_rank(
+      const std::string& name, std::function<std::string()> save,
+      std::function<void(const std::string& mine)> load,
+      std::function<void(const std::vector<std::string>& all)> load_others = {});
   // Each wrapped model: what its comm hook keeps is saved (PowerSGD, top-k), saving in the middle
   // of an accumulation is refused, and on_signal() needs it.
   Checkpointer& add(DistributedDataParallel& ddp);
 
   // Returns when the checkpoint is on the disk. Throws on all ranks: SystemError (a rank could not
-  // write; older checkpoints are as they were), MismatchError (ranks are at different steps, or
-  // have different parameters or optimizer states), what collectives throw.
+  // write; older checkpoints are as they were), MismatchError (ranks are at different steps, have
+  // added different things, or have different parameters or optimizer states), what collectives
+  // throw.
   void save(std::int64_t step);
   // Returns when ranks have compared their tensors and a copy is made; it is written while training
   // goes on. What goes wrong then is thrown by the next call of save(), save_async() or wait().
@@ -131,6 +147,8 @@ class LOCKSTEP_API Checkpointer {
 // A model's parameters and buffers as one .safetensors file, with the names that Python's
 // state_dict() has. Not collective: call it on one rank. The file appears when it is whole.
 LOCKSTEP_API void save_weights(const std::string& path, const torch::nn::Module& model);
+// Into a model of this rank's own; not collective. Where the ranks of a host share it
+// (DdpOptions::shard), one of them reads for all: all ranks of the host call it.
 LOCKSTEP_API Loaded load_weights(const std::string& path, torch::nn::Module& model,
                                  const LoadOptions& options = {});
 LOCKSTEP_API void save_tensors(const std::string& path, const std::vector<NamedTensor>& tensors);

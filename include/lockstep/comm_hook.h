@@ -3,7 +3,7 @@
 // Without a hook a bucket is all-reduced as it is. A hook sees each bucket once per step, on all
 // ranks in the same order, and leaves the mean in it: cast to fewer bits, factored, or only its
 // largest part. Hooks act in synchronised backwards only; under no_sync() nothing reaches them.
-// Threading: calls come from the thread that runs backward(), one at a time.
+// Threading: calls come one at a time, on autograd's threads or the caller's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,7 +30,8 @@ struct GradBucket {
   std::vector<std::string> names = {};
 };
 
-// The ranks, for a hook: collectives that do not wait, and a count of what they send.
+// The ranks that share the gradients of a step, all or CommHook::part(), for a hook: collectives
+// that do not wait, and a count of what they send.
 class LOCKSTEP_API HookComm {
  public:
   explicit HookComm(World world) : world_(std::move(world)) {}
@@ -51,12 +53,18 @@ class LOCKSTEP_API HookComm {
 
  private:
   friend class Reducer;
-  void end_step() { works_.clear(); }
-  c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<c10d::Work> work);
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  void use(const World& world) { world_ = world; }
+  void end_step();
+  // After what has been started: the host in main memory, else the current stream of a device.
+  void order_after_started(bool is_on_cpu);
+  std::vector<Work> take_works_of_devices();
+  Work started(Work work, const at::Tensor& tensor);
 
   World world_;
   std::int64_t bytes_sent_ = 0;
-  std::deque<c10::intrusive_ptr<c10d::Work>> works_;  // that are not known to be done
+  std::deque<Work> works_;              // in main memory, that are not known to be done
+  std::vector<Work> works_of_devices_;  // of this step
 };
 
 // What a hook keeps from step to step on this rank, by names of its own.
@@ -70,9 +78,29 @@ class LOCKSTEP_API CommHook {
   // What all ranks must have alike: the name and the settings. Compared when a model is wrapped.
   virtual std::string text() const = 0;
 
+  // When a model is wrapped, on all ranks, and their texts are alike: for what the hook needs of
+  // the model's world. Collective.
+  virtual void begin(const World& /*world*/) {}
+
   // Begins to average the bucket. Returns what is to be done at the end of backward, in the order
-  // of buckets: wait, more collectives, and writing the mean into the bucket.
+  // of buckets: wait, more collectives, and writing the mean into the bucket. On a device both run
+  // in one stream, which is the hooks' own, in every step.
   virtual std::function<void()> start(GradBucket bucket, HookComm& comm) = 0;
+
+  // The step has counted: it was not dropped.
+  virtual void end_step() {}
+
+  // Whether gradients of the next step are not averaged over all ranks, so that replicas may
+  // differ. The same on all ranks.
+  virtual bool is_local() const { return false; }
+  // Whether that may come to be the case; asked after begin().
+  virtual bool may_be_local() const { return is_local(); }
+  // The ranks that then share them: a part of the model's world (World::split), with an engine that
+  // nobody else uses. Weights are shares of the part, sparse and late gradients are averaged in it,
+  // and replicas are compared in it. Nothing: gradients stay each rank's own, get no weights, and
+  // replicas are not compared. A parameter with a gradient on any rank of the world still has one
+  // on all, zero if its part has none.
+  virtual std::optional<World> part() const { return std::nullopt; }
 
   // For checkpoints. What state() gave comes back, on the same rank, before the first bucket of a
   // resumed run: buckets are laid out as they were, and `epoch` is theirs. In a world of another
@@ -103,5 +131,19 @@ struct TopKOptions {
 };
 // Each rank sends its largest elements only.
 LOCKSTEP_API std::shared_ptr<CommHook> top_k_hook(const TopKOptions& options = {});
+
+struct PostLocalSgdOptions {
+  std::int64_t start_step = 100;  // gradients are averaged over all ranks before that
+  // After that, they are averaged over the ranks of a part. False: each rank keeps its own.
+  bool averages_in_part = true;
+  // This rank's part of the model's world, from World::split. Nothing: the ranks of its host.
+  std::optional<World> part = std::nullopt;
+};
+// Post-local SGD (Lin et al., 2018): after some steps parts of the world train apart, and a
+// PeriodicAverager or HierarchicalAverager (lockstep/averaging.h) averages the weights. Python's
+// post_localSGD_hook. If a part has all ranks, as on one host, gradients are averaged as before.
+// While parts train apart, join() needs its `step`. Wrapping throws, on all ranks: MismatchError if
+// options differ, UsageError if parts do not fit together.
+LOCKSTEP_API std::shared_ptr<CommHook> post_local_sgd_hook(const PostLocalSgdOptions& options = {});
 
 }  // namespace lockstep

@@ -35,11 +35,23 @@ class Module;
 template <typename Contained>
 class ModuleHolder;
 }  // namespace torch::nn
+namespace torch::optim {
+class Optimizer;
+}  // namespace torch::optim
 
 namespace lockstep {
 
 // What happens to buffers (running means and the like) after a synchronised backward.
 enum class BufferSync { kFromRank0, kMean, kOff };
+
+// What the ranks of a host have once, in memory that they share, instead of once each. Every mode
+// gives the bits of kNone (kGradients on gloo and mpi: but for rounding). docs/memory.md has sizes
+// and rules.
+enum class Shard {
+  kNone,       // nothing
+  kOptimizer,  // parameters and states of optimizers; .grad is each rank's own, as with kNone
+  kGradients,  // gradients as well: backward() leaves .grad empty, see full_gradients()
+};
 
 struct DdpOptions {
   std::string name = {};  // of the model, for errors of programs with several
@@ -49,16 +61,45 @@ struct DdpOptions {
   BufferSync buffers = BufferSync::kFromRank0;
   int check_every = 100;  // steps between comparisons of the replicas; 0: never
   // NaN or infinity in what a rank contributes is an error, on all ranks, that names the rank and
-  // the parameter: in the mean it is everywhere. Costs a pass over the gradients. Not with
-  // GradScaler, which expects them.
+  // the parameter: in the mean it is everywhere. Costs a pass over the gradients; of gradients on a
+  // device, the host waits for every bucket. Not with GradScaler, which expects them.
   bool check_finite = false;
   std::shared_ptr<CommHook> hook = {};
+  // at::kFloat: gradients of bf16 and f16 parameters are added up, over backwards and over ranks,
+  // and handed out in f32: .grad is an f32 tensor. For optim's master weights. at::kDouble: those
+  // of f32, too. Sparse gradients stay as they are.
+  std::optional<at::ScalarType> reduce_type = std::nullopt;
+  // Steps in backward: the parameters of a bucket are updated when their mean is there, while
+  // others still travel. backward() then leaves no gradients, and optimizer.step() is not called.
+  // For optimizers that treat each parameter on its own. Requires: it has exactly the parameters
+  // that are trained here, and outlives the wrapper. Not with clipping or GradScaler, which look at
+  // all gradients before a step. If a rank is lost in the middle, parameters may be half updated:
+  // the error says so.
+  torch::optim::Optimizer* optimizer = nullptr;
+  // If not kNone, parameters are moved, when they are wrapped, to memory that the ranks of a host
+  // share. Requires: their optimizer is an optim::Sharded (lockstep/sharded.h), whose step() is
+  // called on all ranks after each synchronised backward; nobody else writes to them, but in
+  // change_parameters(). Not for parameters on devices.
+  Shard shard = Shard::kNone;
   // Names of parameters whose gradients are sparse, besides those of nn::Embedding and
   // nn::EmbeddingBag with sparse(true), which are found.
   std::vector<std::string> sparse = {};
   // Names of modules, parameters or buffers that stay this rank's own: they are neither averaged
   // nor compared. "encoder" stands for all of encoder.*
   std::vector<std::string> ignored = {};
+};
+
+// For join(): what the names mean is Python's.
+struct UnevenOptions {
+  // The mean is over all ranks: those out of data count as if their gradients were zero, with the
+  // weight of their last step. If false, it is over the ranks that have data.
+  bool divide_by_initial_world_size = false;
+  // The first rank out of data, while others have some, ends the training: all ranks throw, this
+  // one in join(), the others in backward(). The gradients of that step are dropped: of all models
+  // that share a loss; with losses of their own, of the first model, and the others' do not come.
+  // If that is the very first step, and a later model has a hook or f16 parameters, the first step
+  // of the later one is dropped, too, with an error that says so.
+  bool throw_on_early_termination = false;
 };
 
 struct NamedTensor {
@@ -135,6 +176,16 @@ class LOCKSTEP_API DistributedDataParallel {
   // empty, and the next backward is the first of its k. Not collective, but all ranks must do it.
   void discard();
 
+  // The means of the last synchronised backward, by name, until the next step(). With
+  // Shard::kGradients they are in memory that other ranks use: read them, and clone() what must
+  // last. Empty if there are none.
+  std::vector<NamedTensor> full_gradients() const;
+  // Writes to parameters by hand where the ranks of a host share them: `change` runs on one rank of
+  // each host, without gradients being recorded, while the others wait; it must do the same on
+  // each. Without sharding it runs on every rank. Collective. Throws on all ranks of a host what
+  // `change` throws on one.
+  void change_parameters(const std::function<void()>& change);
+
   // The number of samples behind the gradients of the next synchronised backward, so that ranks
   // with uneven batches have the mean over all samples. Without this call every rank has weight 1.
   // Requires: the loss is a mean over these samples.
@@ -144,7 +195,8 @@ class LOCKSTEP_API DistributedDataParallel {
   // ranks are here. `step` is what the program does after backward (optimizer.step()), so that this
   // replica goes on like the others; without it the last rank's parameters and buffers are sent to
   // all at the end, and states of optimizers differ. Returns early if must_stop() becomes true.
-  void join(const std::function<void()>& step = {});
+  // Throws: UsageError with throw_on_early_termination.
+  void join(const std::function<void()>& step = {}, const UnevenOptions& options = {});
 
   // After parameters were frozen, unfrozen, added or moved: as if the model were wrapped again.
   // Collective: every rank gets rank 0's parameters and buffers. accumulate() and stop_when() stay.
@@ -175,8 +227,20 @@ class LOCKSTEP_API DistributedDataParallel {
   void load_hook_state(const HookState& state);
 
  private:
+  friend LOCKSTEP_API void join(const std::vector<DistributedDataParallel*>& models,
+                                const std::function<void()>& step, const UnevenOptions& options);
+
   std::function<std::unique_ptr<Reducer, ReducerDeleter>()> make_;
   std::unique_ptr<Reducer, ReducerDeleter> reducer_;
 };
+
+// As DistributedDataParallel::join, for a program that trains several models: plays out the others'
+// steps of all of them, with one synchronised backward of each model in an iteration. The order is
+// that of the backwards; models in one loss come in the order in which they were wrapped. `step`
+// is called once for an iteration, when all have their gradients. An error is thrown when the
+// models that share a loss with the one that has it are finished, as backward() does on the other
+// ranks.
+LOCKSTEP_API void join(const std::vector<DistributedDataParallel*>& models,
+                       const std::function<void()>& step = {}, const UnevenOptions& options = {});
 
 }  // namespace lockstep

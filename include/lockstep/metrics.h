@@ -48,8 +48,13 @@ class LOCKSTEP_API StepClock {
   void step(std::int64_t samples);  // of this rank, now done
   double step_ms() const;           // 0 before the second step
   double samples_per_second() const;
+  // Of all ranks, which may take different numbers of samples: num_ranks does not count.
+  // Collective.
+  double samples_per_second(const World& world) const;
 
  private:
+  double own_samples_per_second() const;
+
   using Clock = std::chrono::steady_clock;
   int num_ranks_;
   std::size_t window_;

@@ -12,25 +12,67 @@
 
 #include <cstdint>
 #include <functional>
+#include <unordered_map>
 #include <vector>
 
 namespace lockstep::optim {
 
+// Of each of the optimizers below: f32 copies of parameters in bf16 or f16. Steps that are too
+// small for 16 bits add up there; after each step the parameter is its copy, rounded. States
+// (momenta) are in f32 as well. With DdpOptions::reduce_type the gradients are f32, too. A
+// Checkpointer saves the copies with the optimizer; torch::save(optimizer, ...) does not.
+// A parameter that was written since the last step gives a new copy: weights were loaded, join()
+// without steps or rewrap() has taken another rank's. On a device, what a program writes through
+// .data() is not noticed: write to the parameter itself, under torch::NoGradGuard.
+class LOCKSTEP_API MasterWeights {
+ public:
+  // From the next step on. Call it before the optimizer is given to a Checkpointer's load.
+  void use_master_weights() { is_used_ = true; }
+  bool uses_master_weights() const { return is_used_; }
+  // Undefined before the parameter's first step, if it was written since its last one (the next
+  // makes a new copy), and for one that has 32 bits or more.
+  at::Tensor master_of(const at::Tensor& parameter) const;
+  // The same, unless the parameter's version has changed; its bits are not looked at.
+  at::Tensor master_since_write(const at::Tensor& parameter) const;
+  // What a step updates: that of master_of(), made of the parameter where there is none. Undefined:
+  // the parameter itself.
+  at::Tensor master_for(const at::Tensor& parameter);
+  // From now on the parameter's copy. Requires: it is f32, of the same sizes.
+  void set_master(const at::Tensor& parameter, const at::Tensor& master);
+
+ protected:
+  MasterWeights() = default;
+  ~MasterWeights() = default;
+
+  // After a step: parameters are what their copies are.
+  void round_to_parameters(const std::vector<at::Tensor>& parameters);
+
+ private:
+  struct Master {
+    at::Tensor tensor;
+    std::int64_t version;  // of the parameter, as it was written last
+  };
+  static bool is_current(const at::Tensor& parameter, const Master& master);
+
+  bool is_used_ = false;
+  std::unordered_map<const c10::TensorImpl*, Master> masters_;
+};
+
 // Throw, as torch::optim's: c10::Error if a learning rate is negative and the like. Gradients must
 // be dense.
-class LOCKSTEP_API AdamW : public torch::optim::AdamW {
+class LOCKSTEP_API AdamW : public torch::optim::AdamW, public MasterWeights {
  public:
   using torch::optim::AdamW::AdamW;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-class LOCKSTEP_API Adam : public torch::optim::Adam {
+class LOCKSTEP_API Adam : public torch::optim::Adam, public MasterWeights {
  public:
   using torch::optim::Adam::Adam;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-class LOCKSTEP_API SGD : public torch::optim::SGD {
+class LOCKSTEP_API SGD : public torch::optim::SGD, public MasterWeights {
  public:
   using torch::optim::SGD::SGD;
   at::Tensor step(LossClosure closure = nullptr) override;

@@ -23,6 +23,9 @@ enum class SampleOrder {
   kShuffled,    // by seed and epoch; the same with every compiler and library, in constant memory
   kAsPython,    // that of Python's DistributedSampler with the same seed, index for index
   kSequential,  // 0, 1, 2, ...
+  // Samples of similar length stand together, in an order that differs between epochs: see
+  // SamplerOptions::lengths.
+  kByLength,
 };
 
 struct SamplerOptions {
@@ -31,20 +34,40 @@ struct SamplerOptions {
   // All ranks take equally many samples. If these do not come out even, the first samples of the
   // epoch are used again; with drop_last, the last ones are left out.
   bool drop_last = false;
+  // Of all samples, for kByLength. Each epoch is shuffled, cut into parts of 64 buckets, and each
+  // part is sorted by length, cut into buckets, and these are shuffled. With bucket_size = batch
+  // size x ranks, all ranks have batches of about the same length at the same time, and little is
+  // padded. The order does not depend on the number of ranks, only on these numbers.
+  std::vector<std::int64_t> lengths = {};
+  std::size_t bucket_size = 256;
 };
 
-// Where a run is: what resuming needs. Ranks, and their number, play no part in it.
+// What a state is of.
+enum class SamplerKind {
+  kSamples,     // a DistributedSampler, alone or in a loader
+  kRecords,     // a loader of an IterableDataset
+  kEvaluation,  // a loader with an EvalSampler: there is nothing to resume
+};
+
+// Where a run is: what resuming needs. Ranks, and their number, play no part in it, unless each
+// shard is read by one rank (ShardBy::kShard).
 struct SamplerState {
   std::uint64_t seed = 0;
   std::int64_t epoch = 0;
-  std::int64_t consumed = 0;  // samples of this epoch, by all ranks together
+  std::int64_t consumed = 0;   // samples of this epoch, by all ranks together
+  std::int64_t num_ranks = 0;  // that it is bound to; 0: any
+  // If the state is between two epochs of a loader of records: `consumed` of the first at its end.
+  std::int64_t last_consumed = 0;
+  SamplerKind kind = SamplerKind::kSamples;
+  std::int64_t num_shards = 0;  // of kRecords
   bool operator==(const SamplerState&) const = default;
 };
 
 // For training: equally many samples on all ranks, another order in each epoch.
 class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
-  // Throws: UsageError if there are no samples, or with drop_last fewer than ranks.
+  // Throws: UsageError if there are no samples, with drop_last fewer than ranks, or another number
+  // of lengths.
   DistributedSampler(std::size_t num_samples, const World& world,
                      const SamplerOptions& options = {});
   DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
@@ -66,13 +89,16 @@ class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> 
   // The state after what next() has given out. A data loader draws ahead: then say how many samples
   // of this epoch this rank has really used since the last reset.
   SamplerState state(std::optional<std::size_t> used = std::nullopt) const;
+  // Throws: UsageError if it is of another kind, or has used more samples than there are.
   void load_state(const SamplerState& state);
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  friend class Loader;
+  friend class LoaderBase;
   struct State;
+  DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
+                     const SamplerOptions& options, int global_rank);
 
   // For a loader that draws ahead: a sampler of its own for what is left of the epoch, and the
   // number of samples of it that were really used. `pass` tells passes through the data apart: what

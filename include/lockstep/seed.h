@@ -14,6 +14,11 @@ namespace lockstep {
 // are the same in each run.
 LOCKSTEP_API void seed_all(std::uint64_t seed, const World& world);
 
+// What seed_all seeds this rank with, for generators of the program's own: the seed itself on rank
+// 0, another on each other rank, the same in each run. Programs with several generators per rank
+// give each another seed.
+LOCKSTEP_API std::uint64_t rank_seed(std::uint64_t seed, const World& world);
+
 // Whether LibTorch uses only algorithms that give the same bits in each run; those that have none
 // throw.
 LOCKSTEP_API void deterministic(bool is_on);

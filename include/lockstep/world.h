@@ -9,10 +9,12 @@
 #include <lockstep/backend.h>
 #include <lockstep/error.h>
 #include <lockstep/export.h>
+#include <lockstep/pending.h>
 
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,6 +26,8 @@
 namespace lockstep {
 
 using c10d::ReduceOp;
+
+struct StartedWork;  // src/world/pending.h
 
 struct JoinOptions {
   // An engine's name, or "auto". The variable LOCKSTEP_ENGINE replaces "auto".
@@ -39,6 +43,13 @@ struct JoinOptions {
   std::shared_ptr<const void> communicator = {};  // set by join_mpi (lockstep/mpi.h)
 };
 
+// Of numbers that all ranks have together (World::moments).
+struct Moments {
+  double mean = 0;       // 0 if there is nothing
+  double deviation = 0;  // the root of the mean squared distance from the mean
+  double weight = 0;     // of all: how many numbers, if they have no weights
+};
+
 class LOCKSTEP_API World {
  public:
   // Joins the world that this process was started in: by lockstep, torchrun, mpirun (OpenMPI,
@@ -49,10 +60,22 @@ class LOCKSTEP_API World {
 
   int rank() const;
   int size() const;
-  int local_rank() const;  // among the ranks of this host
+  // Of this rank, or of another rank of this world, in the world that was joined: what errors name.
+  // The same as the rank here, but in a part of a world (split).
+  int global_rank() const { return global_rank(rank()); }
+  int global_rank(int rank) const;
+  int local_rank() const;  // among this world's ranks of this host
   int local_size() const;
   const std::string& host() const;
   const std::vector<Member>& members() const;  // by rank
+
+  // Where this rank computes. "auto": the GPU of this rank if every rank of this world sees GPUs of
+  // one kind and the engine moves tensors on them, else the CPU; or a name as LibTorch has it:
+  // "cpu", "cuda" (this rank's), "cuda:1". Ranks of a host that see the same GPUs have one each, in
+  // the order of their local ranks. Not collective: it is known since the join. Throws: UsageError,
+  // the same on all ranks, if a rank has no such device, or more ranks than GPUs share them; if a
+  // number was given, only on a rank that has none of it.
+  at::Device device(const std::string& name = "auto") const;
 
   // The engine. Its operations are c10d's: asynchronous, on any number of tensors.
   const c10::intrusive_ptr<c10d::Backend>& backend() const;
@@ -63,8 +86,21 @@ class LOCKSTEP_API World {
   // with what is called here. Collective. `label` is what errors call it, such as "the metrics".
   World duplicate(const std::string& label = {}) const;
 
+  // Cuts this world into parts: the ranks that give the same color are a world of their own, in the
+  // order of their keys, and of their ranks here where keys are equal. A rank without a color
+  // belongs to no part, and gets none. Collective, also for those. Errors name ranks by their
+  // global_rank(). Throws: UsageError, on all ranks, if one gives a negative color or key.
+  std::optional<World> split(std::optional<int> color, int key = 0,
+                             const std::string& label = {}) const;
+
   // Returns when all ranks have called it.
   void barrier() const;
+
+  // The calls below carry no gradients: lockstep/functional.h has those that do. Each has a form
+  // that only starts it and returns a handle (lockstep/pending.h). Each is waited for, and only
+  // that makes its result visible; until then, leave what it reads and writes alone. Started
+  // operations may end in any order, and go on while this process waits in any world (on Gloo:
+  // in these calls, not in backward()). Of tensors on GPUs see Pending::wait().
 
   // Each rank's `tensor` becomes the sum (or average, ...) over all ranks. Returns `tensor`.
   // Tensors may have any strides; they have the same sizes and type on all ranks.
@@ -76,12 +112,56 @@ class LOCKSTEP_API World {
   // The reverse: `tensor` has one part per rank along its first dimension; returns the reduction
   // over ranks of this rank's part.
   at::Tensor reduce_scatter(const at::Tensor& tensor, const ReduceOp& op = ReduceOp::SUM) const;
+  Pending barrier_async() const;
+  Pending all_reduce_async(const at::Tensor& tensor, const ReduceOp& op = ReduceOp::SUM) const;
+  Pending broadcast_async(const at::Tensor& tensor, int root = 0) const;
+  Pending all_gather_async(const at::Tensor& tensor) const;
+  Pending reduce_scatter_async(const at::Tensor& tensor, const ReduceOp& op = ReduceOp::SUM) const;
+
+  // The next four compare sizes, types and kinds of devices first: where ranks differ, or one gives
+  // a wrong tensor, all ranks throw the same and the world stays usable. The started forms of the
+  // first three leave that to the engine: shm, hierarchical and mpi find numbers of elements and
+  // types that differ, and end.
+
+  // Root gets the tensors of all ranks, stacked as all_gather does; others an undefined tensor.
+  at::Tensor gather(const at::Tensor& tensor, int root = 0) const;
+  // Each rank's `tensor` becomes its part of root's `parts`, which has one part per rank along its
+  // first dimension and is not looked at on other ranks. Returns `tensor`.
+  at::Tensor scatter(const at::Tensor& tensor, const at::Tensor& parts, int root = 0) const;
+  // `tensor` has one part per rank along its first dimension, and so has the result: part r is what
+  // rank r has for this rank.
+  at::Tensor all_to_all(const at::Tensor& tensor) const;
+  // The tensors of all ranks, in the order of ranks; their first dimensions may differ.
+  std::vector<at::Tensor> all_gather_uneven(const at::Tensor& tensor) const;
+  Pending gather_async(const at::Tensor& tensor, int root = 0) const;
+  Pending scatter_async(const at::Tensor& tensor, const at::Tensor& parts, int root = 0) const;
+  Pending all_to_all_async(const at::Tensor& tensor) const;
+  // Returns when all ranks have called it, as they must know each other's lengths: see
+  // Pending::results(). Throws as all_gather_uneven.
+  Pending all_gather_uneven_async(const at::Tensor& tensor) const;
+
+  // A message from one rank to another, which calls recv with a tensor like it: `tensor` becomes
+  // what was sent, and is returned. Messages between two ranks with one tag (0 to 32767) arrive in
+  // the order sent; of tensors on GPUs all do, whatever their tags, as NCCL has none. send() may
+  // return before the message is received. Not for oneself. Throws:
+  // UsageError (no such rank or tag); recv MismatchError if sizes, types or kinds of devices
+  // differ, and then drops the message. For recv_async a message of another size is the end of the
+  // engine.
+  void send(const at::Tensor& tensor, int to, int tag = 0) const;
+  at::Tensor recv(const at::Tensor& tensor, int from, int tag = 0) const;
+  Pending send_async(const at::Tensor& tensor, int to, int tag = 0) const;
+  Pending recv_async(const at::Tensor& tensor, int from, int tag = 0) const;
 
   // The sum, or the mean, of a number of each rank. A tensor has one element.
   double sum(double value) const;
   double mean(double value) const { return sum(value) / size(); }
   double sum(const at::Tensor& value) const;
   double mean(const at::Tensor& value) const { return sum(value) / size(); }
+
+  // Mean and deviation of the elements of all ranks' tensors, which may have any sizes, each
+  // counted with its weight; without `weights` each counts once. Computed in f64, the same bits on
+  // all ranks. Throws on all ranks: UsageError if weights are negative, not finite, or not as many.
+  Moments moments(const at::Tensor& values, const at::Tensor& weights = {}) const;
 
   // Runs f() on rank 0 only and returns its result on all ranks. If f throws, all ranks throw.
   // The result may be void, a tensor, a std::string, a trivially copyable value or a std::vector of
@@ -92,7 +172,18 @@ class LOCKSTEP_API World {
 
  private:
   struct State;
+  struct Derived;
   explicit World(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+
+  World derive(Derived part) const;
+  std::string label_of() const;
+  [[noreturn]] void throw_bad_split(int peer, int color, int key) const;
+
+  // `subject` is what errors describe; `finish` makes the result once the works are done.
+  using Works = std::vector<StartedWork>;
+  Pending start(const char* operation, const at::Tensor& subject,
+                const std::function<Works()>& start_works,
+                std::function<at::Tensor()> finish) const;
 
   // While f of on_rank0 runs in this thread: its collectives are refused.
   class LOCKSTEP_API OnRank0 {

@@ -8,8 +8,20 @@
 
 #include "base/text.h"
 #include "ddp/gradient_hook.h"
+#include "ddp/shards.h"
 
 namespace lockstep {
+namespace {
+
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> all;
+  for (const auto& group : optimizer.param_groups()) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  return all;
+}
+
+}  // namespace
 
 Autocast::Autocast(at::ScalarType type, at::DeviceType device)
     : device_(device),
@@ -38,7 +50,7 @@ GradScaler::GradScaler(World world, const ScalerOptions& options)
   if (!(options.scale > 0) || !(options.growth > 1) || !(options.backoff > 0) ||
       !(options.backoff < 1) || options.growth_interval < 1) {
     throw UsageError(
-        {.rank = world_.rank(), .operation = "GradScaler"},
+        {.rank = world_.global_rank(), .operation = "GradScaler"},
         text::format("The options are scale {}, growth {}, backoff {}, growth_interval {}.\nGive a "
                      "positive scale, growth above 1, backoff between 0 and 1, and 1 step or more.",
                      options.scale, options.growth, options.backoff, options.growth_interval));
@@ -52,31 +64,40 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) const {
 void GradScaler::unscale(torch::optim::Optimizer& optimizer) {
   if (!options_.enabled) return;
   if (unscaled_.contains(&optimizer)) {
-    throw UsageError({.rank = world_.rank(), .operation = "GradScaler"},
+    throw UsageError({.rank = world_.global_rank(), .operation = "GradScaler"},
                      "unscale() was called twice for one step of an optimizer, or after its "
                      "step().\nCall update() once after the steps of all optimizers.");
   }
   const at::NoGradGuard no_grad;
-  std::map<std::pair<at::ScalarType, at::DeviceType>, std::vector<at::Tensor>> gradients;
-  bool is_averaged = true;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      is_averaged &= !parameter.requires_grad() || GradientHook::is_on(parameter);
-      at::Tensor gradient = parameter.grad();
-      if (!gradient.defined()) continue;
-      if (gradient.is_sparse()) gradient = gradient._values();
-      gradients[{gradient.scalar_type(), gradient.device().type()}].push_back(gradient);
+  const auto divide = [&](const std::vector<at::Tensor>& gradients) {
+    std::map<std::pair<at::ScalarType, at::DeviceType>, std::vector<at::Tensor>> alike;
+    for (const at::Tensor& one : gradients) {
+      alike[{one.scalar_type(), one.device().type()}].push_back(one);
     }
+    double found = 0;
+    for (auto& [key, list] : alike) {
+      const auto options = list.front().options().dtype(at::kFloat);
+      at::Tensor is_bad = at::zeros({}, options);
+      const at::Tensor inverse = at::full({}, 1 / scale_, options);
+      at::_amp_foreach_non_finite_check_and_unscale_(list, is_bad, inverse);
+      found = std::max(found, is_bad.item<double>());
+    }
+    return found;
+  };
+  std::vector<at::Tensor> gradients;
+  bool is_averaged = true;
+  const std::vector<at::Tensor> parameters = parameters_of(optimizer);
+  for (const at::Tensor& parameter : parameters) {
+    is_averaged &= !parameter.requires_grad() || GradientHook::is_on(parameter);
+    at::Tensor gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    if (gradient.is_sparse()) gradient = gradient._values();
+    gradients.push_back(gradient);
   }
-  float found = 0;
-  for (auto& [key, list] : gradients) {
-    const auto options = list.front().options().dtype(at::kFloat);
-    at::Tensor is_bad = at::zeros({}, options);
-    const at::Tensor inverse = at::full({}, 1 / scale_, options);
-    at::_amp_foreach_non_finite_check_and_unscale_(list, is_bad, inverse);
-    found = std::max(found, is_bad.item<float>());
+  double found = std::max(divide(gradients), Shards::change_gradients(parameters, divide));
+  if (!is_averaged) {
+    found = world_.all_reduce(at::tensor(found, at::kDouble), ReduceOp::MAX).item<double>();
   }
-  if (!is_averaged) found = world_.all_reduce(at::tensor(found), ReduceOp::MAX).item<float>();
   unscaled_[&optimizer] = {.has_overflow = found > 0};
 }
 
@@ -88,20 +109,27 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!unscaled_.contains(&optimizer)) unscale(optimizer);
   Progress& progress = unscaled_.at(&optimizer);
   if (progress.has_stepped) {
-    throw UsageError({.rank = world_.rank(), .operation = "GradScaler"},
+    throw UsageError({.rank = world_.global_rank(), .operation = "GradScaler"},
                      "step() was called twice for an optimizer.\nCall update() once after the "
                      "steps of all optimizers.");
   }
   progress.has_stepped = true;
-  if (progress.has_overflow) return false;
-  optimizer.step();
-  return true;
+  if (!progress.has_overflow) {
+    optimizer.step();
+    return true;
+  }
+  for (const at::Tensor& parameter : parameters_of(optimizer)) {
+    const auto shards = Shards::of(parameter);
+    if (!shards) continue;
+    if (const auto slot = shards->find(parameter)) shards->drop_gradients({*slot});
+  }
+  return false;
 }
 
 void GradScaler::update() {
   if (!options_.enabled) return;
   if (unscaled_.empty()) {
-    throw UsageError({.rank = world_.rank(), .operation = "GradScaler"},
+    throw UsageError({.rank = world_.global_rank(), .operation = "GradScaler"},
                      "update() was called, but no step().\nCall step(optimizer) first.");
   }
   const bool has_overflow =
@@ -120,7 +148,7 @@ void GradScaler::update() {
 void GradScaler::check_state(const State& state) const {
   if (!(state.scale > 0) || !std::isfinite(state.scale)) {
     throw UsageError(
-        {.rank = world_.rank(), .operation = "GradScaler"},
+        {.rank = world_.global_rank(), .operation = "GradScaler"},
         text::format("The state has the scale {}.\nIt must be positive.", state.scale));
   }
 }

@@ -23,7 +23,7 @@
 
 namespace lockstep {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FileRecord, name, bytes, hash)
+LOCKSTEP_JSON_FIELDS(FileRecord, name, bytes, hash)
 
 namespace {
 

@@ -21,6 +21,7 @@
 #define LOCKSTEP_REQUIRES(...) LOCKSTEP_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
 #define LOCKSTEP_EXCLUDES(...) LOCKSTEP_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
 #define LOCKSTEP_ACQUIRE(...) LOCKSTEP_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
+#define LOCKSTEP_TRY_ACQUIRE(...) LOCKSTEP_THREAD_ANNOTATION(try_acquire_capability(__VA_ARGS__))
 #define LOCKSTEP_RELEASE(...) LOCKSTEP_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
 
 namespace lockstep {
@@ -29,6 +30,7 @@ template <typename Standard>
 class LOCKSTEP_CAPABILITY("mutex") BasicMutex {
  public:
   void lock() LOCKSTEP_ACQUIRE() { standard_.lock(); }
+  bool try_lock() LOCKSTEP_TRY_ACQUIRE(true) { return standard_.try_lock(); }
   void unlock() LOCKSTEP_RELEASE() { standard_.unlock(); }
 
  private:

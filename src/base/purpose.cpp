@@ -10,9 +10,22 @@ thread_local Purpose purpose_of_thread = Purpose::kNone;
 }  // namespace
 
 const char* name_of(Purpose purpose) {
-  static constexpr const char* kNames[] = {
-      "",     "duplicate", "DistributedDataParallel", "SyncBatchNorm", "on_rank0", "Checkpointer",
-      "save", "load"};
+  static constexpr const char* kNames[] = {"",
+                                           "duplicate",
+                                           "DistributedDataParallel",
+                                           "SyncBatchNorm",
+                                           "on_rank0",
+                                           "Checkpointer",
+                                           "save",
+                                           "load",
+                                           "split",
+                                           "gather",
+                                           "scatter",
+                                           "all_to_all",
+                                           "all_gather_uneven",
+                                           "moments",
+                                           "collective with gradients",
+                                           "backward of a collective"};
   const auto index = static_cast<std::size_t>(purpose);
   return index < sizeof kNames / sizeof *kNames ? kNames[index] : "unknown call";
 }

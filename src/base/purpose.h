@@ -17,6 +17,14 @@ enum class Purpose : std::uint8_t {
   kCheckpointer,
   kSave,
   kLoad,
+  kSplit,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kAllGatherUneven,
+  kMoments,
+  kWithGradients,
+  kBackward,
 };
 const char* name_of(Purpose purpose);
 

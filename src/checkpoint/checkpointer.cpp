@@ -39,18 +39,18 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
                          const CheckpointOptions& its_options)
     : world(std::move(its_world)), options(its_options), path(its_folder) {
   if (options.keep_last < 0 || options.keep_every < 0) {
-    throw UsageError({.rank = world.rank(), .operation = "Checkpointer"},
+    throw UsageError({.rank = world.global_rank(), .operation = "Checkpointer"},
                      text::format("keep_last is {}, keep_every is {}.\nGive 0 or more.",
                                   options.keep_last, options.keep_every));
   }
   const PurposeScope purpose(Purpose::kCheckpointer);
-  const ErrorPlace place{.rank = world.rank(), .operation = "Checkpointer"};
+  const ErrorPlace place{.rank = world.global_rank(), .operation = "Checkpointer"};
   // Ranks that see each other's probes see the same folder.
   Json mine = {{"probe", ""}};
   try {
     mine["probe"] = leave_probe(path);
   } catch (const std::exception&) {
-    mine["failure"] = failure_text(std::current_exception(), world.rank());
+    mine["failure"] = failure_text(std::current_exception(), world.global_rank());
   }
   std::vector<std::string> failures;
   const auto all = exchange_texts(world, to_text(mine));
@@ -76,7 +76,8 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())), place);
+  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.global_rank())),
+                    place);
   for (const std::string& text : exchange_texts(world, std::to_string(newest))) {
     next_number = std::max<std::int64_t>(next_number, std::stoll(text) + 1);
   }
@@ -94,13 +95,23 @@ Checkpointer::Impl::~Impl() {
   if (std::uncaught_exceptions() > uncaught) is_cancelled = true;
   writer.join();
   if (writer_failure) {
-    Log(world.rank())
+    Log(world.global_rank())
         .warning("the last checkpoint was not saved: {}",
-                 cause_of(writer_failure, world.rank()).message);
+                 cause_of(writer_failure, world.global_rank()).message);
   }
 }
 
 bool Checkpointer::Impl::is_on_one_host() const { return world.local_size() == world.size(); }
+
+void Checkpointer::Impl::check_same_parts(const char* operation) const {
+  std::vector<std::string> lines;
+  for (const Part& part : parts) {
+    lines.push_back(part.name + (part.is_collective ? ", by all ranks together" : ""));
+  }
+  lines.push_back(text::format("{} wrapped models", ddps.size()));
+  check_same_lines(world, lines, operation, "Things that were added to the Checkpointer",
+                   "Call add() for the same things, in the same order, on all ranks.");
+}
 
 Checkpointer::Checkpointer(const std::string& folder, World world, const CheckpointOptions& options)
     : impl_(std::make_unique<Impl>(folder, std::move(world), options)) {}
@@ -124,27 +135,42 @@ void add_part(std::vector<Part>& parts, Part part, int rank) {
 }  // namespace
 
 Checkpointer& Checkpointer::add(std::shared_ptr<torch::nn::Module> model, const std::string& name) {
-  add_part(impl_->parts, part_of(model, name), impl_->world.rank());
+  add_part(impl_->parts, part_of(model, name), impl_->world.global_rank());
   return *this;
 }
 
 Checkpointer& Checkpointer::add(const std::vector<NamedTensor>& tensors, const std::string& name) {
-  add_part(impl_->parts, part_of([tensors] { return tensors; }, name), impl_->world.rank());
+  add_part(impl_->parts, part_of([tensors] { return tensors; }, name), impl_->world.global_rank());
   return *this;
 }
 
 Checkpointer& Checkpointer::add(torch::optim::Optimizer& optimizer, const std::string& name) {
-  add_part(impl_->parts, part_of(optimizer, name), impl_->world.rank());
+  add_part(impl_->parts, part_of(optimizer, name), impl_->world.global_rank());
   return *this;
 }
 
 Checkpointer& Checkpointer::add(optim::Schedule& schedule, const std::string& name) {
-  add_part(impl_->parts, part_of(schedule, name), impl_->world.rank());
+  add_part(impl_->parts, part_of(schedule, name), impl_->world.global_rank());
   return *this;
 }
 
 Checkpointer& Checkpointer::add(GradScaler& scaler, const std::string& name) {
-  add_part(impl_->parts, part_of(scaler, name), impl_->world.rank());
+  add_part(impl_->parts, part_of(scaler, name), impl_->world.global_rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(WeightAverage& average, const std::string& name) {
+  add_part(impl_->parts, part_of(average, name), impl_->world.global_rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(PeriodicAverager& averager, const std::string& name) {
+  add_part(impl_->parts, part_of(averager, name), impl_->world.global_rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add(HierarchicalAverager& averager, const std::string& name) {
+  add_part(impl_->parts, part_of(averager, name), impl_->world.global_rank());
   return *this;
 }
 
@@ -154,21 +180,30 @@ Checkpointer& Checkpointer::add(DistributedSampler& sampler, const std::string& 
            part_of([&sampler, used = std::move(
                                   used)] { return used ? sampler.state(used()) : sampler.state(); },
                    [&sampler](const SamplerState& state) { sampler.load_state(state); }, name),
-           impl_->world.rank());
+           impl_->world.global_rank());
   return *this;
 }
 
-Checkpointer& Checkpointer::add(Loader& loader, const std::string& name) {
-  add_part(impl_->parts,
-           part_of([&loader] { return loader.state(); },
-                   [&loader](const SamplerState& state) { loader.load_state(state); }, name),
-           impl_->world.rank());
+Checkpointer& Checkpointer::add(LoaderBase& loader, const std::string& name) {
+  add_part(impl_->parts, part_of(loader, impl_->world, name), impl_->world.global_rank());
   return *this;
 }
 
 Checkpointer& Checkpointer::add(const std::string& name, std::function<std::string()> save,
                                 std::function<void(const std::string&)> load) {
-  add_part(impl_->parts, part_of(name, std::move(save), std::move(load)), impl_->world.rank());
+  add_part(impl_->parts, part_of(name, std::move(save), std::move(load)),
+           impl_->world.global_rank());
+  return *this;
+}
+
+Checkpointer& Checkpointer::add_per_rank(
+    const std::string& name, std::function<std::string()> save,
+    std::function<void(const std::string&)> load,
+    std::function<void(const std::vector<std::string>&)> load_others) {
+  add_part(
+      impl_->parts,
+      per_rank_part(impl_->world, name, std::move(save), std::move(load), std::move(load_others)),
+      impl_->world.global_rank());
   return *this;
 }
 
@@ -186,7 +221,8 @@ void Checkpointer::Impl::watch_signals() {
 }
 
 void Checkpointer::on_signal(int signal) {
-  const ErrorPlace place{.rank = impl_->world.rank(), .operation = "Checkpointer::on_signal"};
+  const ErrorPlace place{.rank = impl_->world.global_rank(),
+                         .operation = "Checkpointer::on_signal"};
   if (impl_->ddps.empty() && impl_->world.size() > 1) {
     throw UsageError(place, "The ranks cannot agree on a step to stop at.\nCall add(ddp) first.");
   }

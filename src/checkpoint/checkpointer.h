@@ -33,6 +33,8 @@ struct Checkpointer::Impl {
   bool is_leader() const { return group.front() == world.rank(); }
   bool is_on_one_host() const;
   void watch_signals();
+  // Collective. Throws MismatchError on all ranks: some parts' calls are collective.
+  void check_same_parts(const char* operation) const;
 
   // saving.cpp
   struct Saving {

@@ -12,7 +12,9 @@
 #include "base/text.h"
 #include "checkpoint/checkpointer.h"
 #include "checkpoint/own_tensors.h"
+#include "checkpoint/sharing.h"
 #include "checkpoint/tensors.h"
+#include "ddp/shards.h"
 #include "world/exchange.h"
 #include "world/packed.h"
 
@@ -98,29 +100,20 @@ std::optional<CheckpointName> Checkpointer::Impl::find_newest(
   return std::nullopt;
 }
 
-// `reader`: the rank that surely can read it; if `can_all_read`, all do.
-Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, int reader,
-                                const LoadOptions& load_options) {
-  const bool is_reader = can_all_read || world.rank() == reader;
-  Contents contents;
-  std::exception_ptr failure;
-  try {
-    if (is_reader) contents = open_checkpoint(its_path);
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
-                    {.rank = world.rank(), .operation = "load"});
-  if (!can_all_read) {
-    const std::string text =
-        share_text(world, is_reader ? describe(contents).dump() : std::string(), reader);
-    if (!is_reader) contents = from_description(Json::parse(text));
-  }
+namespace {
 
-  // What is wanted, and whether it is there: the same on all ranks, so all throw or none.
+// What is wanted of a checkpoint, and what of it is there.
+struct Wanted {
   std::vector<Wish> wishes;
-  std::vector<NamedTensor> wanted;
-  Loaded loaded{.step = contents.state.value("step", std::int64_t{0}), .path = its_path};
+  std::vector<NamedTensor> fitting;
+  std::vector<SharedState> shared;
+};
+
+// What does not fit is added to `loaded`. Changes nothing.
+Wanted find_wanted(const std::vector<Part>& parts, const Contents& contents, bool must_have_type,
+                   Loaded& loaded) {
+  Wanted wanted;
+  std::vector<NamedTensor> tensors;
   const Json values = contents.state.value("parts", Json::object());
   for (const Part& part : parts) {
     if (part.has_values && !values.contains(part.name)) {
@@ -128,13 +121,16 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
       continue;
     }
     try {
-      wishes.push_back(part.load(part.has_values ? values.at(part.name) : Json()));
+      wanted.wishes.push_back(part.load(part.has_values ? values.at(part.name) : Json()));
     } catch (const Json::exception&) {
       loaded.differences.push_back(text::format("{}: not as lockstep writes it", part.name));
       continue;
     }
-    for (const NamedTensor& one : wishes.back().tensors) wanted.push_back(one);
-    for (const std::string& one : wishes.back().differences) loaded.differences.push_back(one);
+    const Wish& wish = wanted.wishes.back();
+    tensors.insert(tensors.end(), wish.tensors.begin(), wish.tensors.end());
+    wanted.shared.insert(wanted.shared.end(), wish.shared.begin(), wish.shared.end());
+    loaded.differences.insert(loaded.differences.end(), wish.differences.begin(),
+                              wish.differences.end());
   }
   for (const auto& one : values.items()) {
     const auto is_it = [&](const Part& part) { return part.has_values && part.name == one.key(); };
@@ -142,16 +138,41 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
       loaded.differences.push_back(text::format("unexpected: {}", one.key()));
     }
   }
-  const bool has_own = contents.num_own_files > 0 && !ddps.empty();
-  if (contents.num_own_files > 0 && ddps.empty()) {
-    loaded.differences.emplace_back("unexpected: the state of comm hooks");
-  }
-  std::vector<NamedTensor> fitting;
-  const auto more = compare(contents.tensors, wanted, load_options.strict, fitting);
+  const auto more = compare(contents.tensors, tensors, must_have_type, wanted.fitting);
   loaded.differences.insert(loaded.differences.end(), more.begin(), more.end());
-  if (load_options.strict && !loaded.differences.empty()) {
-    throw_differences(its_path, loaded.differences, world.rank());
+  return wanted;
+}
+
+}  // namespace
+
+// `reader`: the rank that surely can read it; if `can_all_read`, all do.
+Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, int reader,
+                                const LoadOptions& load_options) {
+  check_same_parts("load");
+  const bool is_reader = can_all_read || world.rank() == reader;
+  Contents contents;
+  do_together(world, "load", [&] {
+    if (is_reader) contents = open_checkpoint(its_path);
+  });
+  if (!can_all_read) {
+    const std::string text =
+        share_text(world, is_reader ? describe(contents).dump() : std::string(), reader);
+    if (!is_reader) contents = from_description(Json::parse(text));
   }
+
+  Wanted wanted;
+  Loaded loaded{.step = contents.state.value("step", std::int64_t{0}), .path = its_path};
+  const bool has_own = contents.num_own_files > 0 && !ddps.empty();
+  do_together(world, "load", [&] {
+    wanted = find_wanted(parts, contents, load_options.strict, loaded);
+    if (contents.num_own_files > 0 && !has_own) {
+      loaded.differences.emplace_back("unexpected: the state of comm hooks");
+    }
+    if (load_options.strict && !loaded.differences.empty()) {
+      throw_differences(its_path, loaded.differences, world.global_rank());
+    }
+    check_sharers(world, wanted.fitting, wanted.shared);
+  });
   std::vector<HookState> own;
   if (has_own) {
     try {
@@ -162,27 +183,39 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
     }
   }
 
-  try {
-    if (is_reader) {
-      for (const NamedTensor& one : fitting) {
-        const TensorEntry& entry = contents.tensors.at(one.name);
-        read_tensor(contents.files[contents.file_of.at(one.name)], entry, one.tensor);
-      }
+  do_together(world, "load", [&] { make_memory(wanted.shared); });
+  const auto is_mine = [&](const at::Tensor& tensor) {
+    return is_written_here(tensor, can_all_read ? -1 : world.global_rank(reader));
+  };
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& one : wanted.fitting) tensors.push_back(one.tensor);
+  do_together(world, "load", [&] {
+    for (const SharedState& one : wanted.shared) {
+      if (is_mine(one.tensor)) one.tensor.zero_();  // the file may not have it
     }
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
-                    {.rank = world.rank(), .operation = "load"});
+    if (!is_reader) return;
+    for (const NamedTensor& one : wanted.fitting) {
+      if (!is_mine(one.tensor)) continue;
+      const TensorEntry& entry = contents.tensors.at(one.name);
+      read_tensor(contents.files[contents.file_of.at(one.name)], entry, one.tensor);
+    }
+  });
   if (!can_all_read) {
-    std::vector<at::Tensor> tensors;
-    for (const NamedTensor& one : fitting) tensors.push_back(one.tensor);
-    move_packed(tensors, [&](const at::Tensor& packed) { world.broadcast(packed, reader); });
+    const auto move = [&](const at::Tensor& packed) { world.broadcast(packed, reader); };
+    move_packed(tensors, move, is_mine);
+    world.barrier();  // what others have written for this rank is there
   }
-  for (const Wish& wish : wishes) wish.finish();
-  for (std::size_t i = 0; i < own.size(); ++i) {
-    if (!own[i].empty()) ddps[i]->load_hook_state(own[i]);
-  }
+  mark_written(tensors);
+  for (const auto& shards : holders_of(wanted.fitting)) shards->note_loaded(tensors);
+  do_together(world, "load", [&] {
+    for (const Wish& wish : wanted.wishes) wish.finish();
+  });
+  do_together(world, "load", [&] {
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      if (!own[i].empty()) ddps[i]->load_hook_state(own[i]);
+    }
+    for (const Wish& wish : wanted.wishes) wish.finish_own();
+  });
   return loaded;
 }
 
@@ -201,7 +234,7 @@ Loaded Checkpointer::load_latest(const LoadOptions& options) {
       mine["skipped"] = skipped;
     }
   } catch (const std::exception&) {
-    mine["failure"] = failure_text(std::current_exception(), world.rank());
+    mine["failure"] = failure_text(std::current_exception(), world.global_rank());
   }
   int reader = -1;
   std::int64_t newest = -1;
@@ -217,16 +250,16 @@ Loaded Checkpointer::load_latest(const LoadOptions& options) {
     name = its.at("text");
     reader = static_cast<int>(failures.size()) - 1;
   }
-  throw_first_cause(world, failures, {.rank = world.rank(), .operation = "load_latest"});
+  throw_first_cause(world, failures, {.rank = world.global_rank(), .operation = "load_latest"});
   if (reader < 0 && skipped.empty()) return {};
   if (reader < 0) {
-    throw UsageError({.rank = world.rank(), .operation = "load_latest"},
+    throw UsageError({.rank = world.global_rank(), .operation = "load_latest"},
                      text::format("None of the checkpoints is whole:\n  {}\nTake a copy from "
                                   "elsewhere, or remove them to begin anew.",
                                   text::join(skipped, "\n  ")));
   }
   if (world.rank() == 0) {
-    for (const std::string& one : skipped) Log(0).warning("skipped {}", one);
+    for (const std::string& one : skipped) Log(world.global_rank()).warning("skipped {}", one);
   }
   const bool can_all_read =
       impl_->is_on_one_host() && impl_->group.size() == static_cast<std::size_t>(world.size());
@@ -241,27 +274,19 @@ Loaded Checkpointer::load(const std::string& path, const LoadOptions& options) {
   const World& world = impl_->world;
   std::error_code ignored;
   const bool is_visible = std::filesystem::exists(path, ignored);
-  std::exception_ptr failure;
   // The first rank that sees it looks whether it is whole.
   int reader = -1;
   const auto seen = exchange_texts(world, is_visible ? "1" : "0");
   for (int rank = world.size() - 1; rank >= 0; --rank) {
     if (seen[static_cast<std::size_t>(rank)] == "1") reader = rank;
   }
-  try {
-    if (world.rank() == std::max(reader, 0)) {
-      const std::string damage = find_damage(path, read_manifest(path));
-      if (!damage.empty()) {
-        throw UsageError(
-            {.rank = world.rank(), .operation = "load"},
-            text::format("{} is not whole: {}.\nTake another checkpoint.", path, damage));
-      }
-    }
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
-                    {.rank = world.rank(), .operation = "load"});
+  do_together(world, "load", [&] {
+    if (world.rank() != std::max(reader, 0)) return;
+    const std::string damage = find_damage(path, read_manifest(path));
+    if (damage.empty()) return;
+    throw UsageError({.rank = world.global_rank(), .operation = "load"},
+                     text::format("{} is not whole: {}.\nTake another checkpoint.", path, damage));
+  });
   const bool can_all_read = impl_->is_on_one_host() && std::ranges::count(seen, "0") == 0;
   return impl_->load(path, can_all_read, reader, options);
 }

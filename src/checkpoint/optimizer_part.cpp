@@ -3,109 +3,19 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/error.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
-#include <tuple>
+#include <optional>
 
 #include "base/text.h"
+#include "checkpoint/masters.h"
 #include "checkpoint/parts.h"
+#include "checkpoint/sharing.h"
+#include "optim/kinds.h"
 
 namespace lockstep {
 namespace {
 
 namespace to = torch::optim;
-
-// What a kind of optimizer has: `options(o, visit)` and `numbers(s, visit)` show each value by
-// name, `tensors(s, visit)` each tensor.
-template <typename Options>
-void visit_adam_options(Options& o, const auto& visit) {
-  visit("lr", o.lr());
-  visit("eps", o.eps());
-  visit("weight_decay", o.weight_decay());
-  visit("amsgrad", o.amsgrad());
-  visit("beta1", std::get<0>(o.betas()));
-  visit("beta2", std::get<1>(o.betas()));
-}
-template <typename State>
-void visit_adam_tensors(State& s, const auto& visit) {
-  visit("exp_avg", s.exp_avg());
-  visit("exp_avg_sq", s.exp_avg_sq());
-  visit("max_exp_avg_sq", s.max_exp_avg_sq());
-}
-
-struct AdamWKind {
-  using Options = to::AdamWOptions;
-  using State = to::AdamWParamState;
-  static constexpr const char* kName = "AdamW";
-  static void options(Options& o, const auto& visit) { visit_adam_options(o, visit); }
-  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
-  static void tensors(State& s, const auto& visit) { visit_adam_tensors(s, visit); }
-};
-
-struct AdamKind {
-  using Options = to::AdamOptions;
-  using State = to::AdamParamState;
-  static constexpr const char* kName = "Adam";
-  static void options(Options& o, const auto& visit) { visit_adam_options(o, visit); }
-  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
-  static void tensors(State& s, const auto& visit) { visit_adam_tensors(s, visit); }
-};
-
-struct SgdKind {
-  using Options = to::SGDOptions;
-  using State = to::SGDParamState;
-  static constexpr const char* kName = "SGD";
-  static void options(Options& o, const auto& visit) {
-    visit("lr", o.lr());
-    visit("momentum", o.momentum());
-    visit("dampening", o.dampening());
-    visit("weight_decay", o.weight_decay());
-    visit("nesterov", o.nesterov());
-  }
-  static void numbers(State&, const auto&) {}
-  static void tensors(State& s, const auto& visit) {
-    visit("momentum_buffer", s.momentum_buffer());
-  }
-};
-
-struct RmsPropKind {
-  using Options = to::RMSpropOptions;
-  using State = to::RMSpropParamState;
-  static constexpr const char* kName = "RMSprop";
-  static void options(Options& o, const auto& visit) {
-    visit("lr", o.lr());
-    visit("alpha", o.alpha());
-    visit("eps", o.eps());
-    visit("weight_decay", o.weight_decay());
-    visit("momentum", o.momentum());
-    visit("centered", o.centered());
-  }
-  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
-  static void tensors(State& s, const auto& visit) {
-    visit("square_avg", s.square_avg());
-    visit("momentum_buffer", s.momentum_buffer());
-    visit("grad_avg", s.grad_avg());
-  }
-};
-
-struct AdagradKind {
-  using Options = to::AdagradOptions;
-  using State = to::AdagradParamState;
-  static constexpr const char* kName = "Adagrad";
-  static void options(Options& o, const auto& visit) {
-    visit("lr", o.lr());
-    visit("lr_decay", o.lr_decay());
-    visit("eps", o.eps());
-    visit("weight_decay", o.weight_decay());
-    visit("initial_accumulator_value", o.initial_accumulator_value());
-  }
-  static void numbers(State& s, const auto& visit) { visit("step", s.step()); }
-  static void tensors(State& s, const auto& visit) { visit("sum", s.sum()); }
-};
 
 template <typename Kind>
 void save(to::Optimizer& optimizer, const std::string& name, Snapshot& snapshot) {
@@ -135,6 +45,7 @@ void save(to::Optimizer& optimizer, const std::string& name, Snapshot& snapshot)
     }
   }
   snapshot.values[name] = {{"kind", Kind::kName}, {"groups", groups}, {"states", states}};
+  save_masters(optimizer, name, snapshot);
 }
 
 template <typename Kind>
@@ -186,7 +97,7 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
       Kind::tensors(state, [&](const char* key, at::Tensor& tensor) {
         const auto found = kept.at("tensors").find(key);
         if (found == kept.at("tensors").end()) return;
-        tensor = at::zeros_like(parameter.detach());
+        tensor = make_state(parameter, key, state_type(optimizer, parameter), wish);
         wish.tensors.push_back({text::format("{}.{}.{}", name, place, key), tensor});
       });
     }
@@ -206,6 +117,7 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
       }
     }
   };
+  load_masters(optimizer, name, values, wish);
   return wish;
 }
 
@@ -221,11 +133,10 @@ Part make_part(to::Optimizer& optimizer, const std::string& name) {
 }  // namespace
 
 Part part_of(torch::optim::Optimizer& optimizer, const std::string& name) {
-  if (dynamic_cast<to::AdamW*>(&optimizer)) return make_part<AdamWKind>(optimizer, name);
-  if (dynamic_cast<to::Adam*>(&optimizer)) return make_part<AdamKind>(optimizer, name);
-  if (dynamic_cast<to::SGD*>(&optimizer)) return make_part<SgdKind>(optimizer, name);
-  if (dynamic_cast<to::RMSprop*>(&optimizer)) return make_part<RmsPropKind>(optimizer, name);
-  if (dynamic_cast<to::Adagrad*>(&optimizer)) return make_part<AdagradKind>(optimizer, name);
+  std::optional<Part> part;
+  optim::with_kind(optimizer,
+                   [&](auto kind) { part = make_part<decltype(kind)>(optimizer, name); });
+  if (part) return *part;
   throw UsageError({.operation = "checkpoint"},
                    text::format("The optimizer '{}' is of a kind that checkpoints do not know.\n"
                                 "AdamW, Adam, SGD, RMSprop and Adagrad can be saved; anything else "

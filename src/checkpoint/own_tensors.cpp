@@ -81,7 +81,7 @@ std::vector<HookState> share(const World& world, int reader, std::size_t num_mod
   description = Json::parse(share_text(world, to_text(description), reader));
   std::vector<std::string> failures(static_cast<std::size_t>(world.size()));
   failures[static_cast<std::size_t>(reader)] = description.at("failure");
-  throw_first_cause(world, failures, {.rank = world.rank(), .operation = "load"});
+  throw_first_cause(world, failures, {.rank = world.global_rank(), .operation = "load"});
   std::vector<at::Tensor> tensors;
   for (const Json& one : description.at("tensors")) {
     HookState& state = states[one[0].get<std::size_t>()];
@@ -118,8 +118,8 @@ std::vector<HookState> read_own_tensors(const World& world, const std::string& c
                                         int saved_size, int reader,
                                         const std::vector<DistributedDataParallel*>& ddps) {
   const auto fail_together = [&](const std::exception_ptr& failure) {
-    throw_first_cause(world, exchange_texts(world, failure_text(failure, world.rank())),
-                      {.rank = world.rank(), .operation = "load"});
+    throw_first_cause(world, exchange_texts(world, failure_text(failure, world.global_rank())),
+                      {.rank = world.global_rank(), .operation = "load"});
   };
   std::vector<HookState> mine;
   if (saved_size != world.size()) {

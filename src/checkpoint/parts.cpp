@@ -19,6 +19,7 @@ namespace {
 // More in a file is nonsense.
 constexpr std::int64_t kMaxRanks = 1 << 20;
 constexpr std::int64_t kMaxStateBytes = 1 << 16;
+constexpr std::int64_t kMaxSteps = std::int64_t{1} << 53;
 
 at::Tensor get_state(const at::Generator& generator) {
   at::Generator copy = generator;
@@ -27,13 +28,13 @@ at::Tensor get_state(const at::Generator& generator) {
 }
 
 // A rank that was not there when the checkpoint was made gets numbers of its own.
-void set_state(at::Generator generator, const at::Tensor& states, int rank) {
+void set_state(at::Generator generator, const at::Tensor& states, int rank, int global_rank) {
   const std::lock_guard lock(generator.mutex());
   if (rank < states.size(0)) {
     try {
       generator.set_state(states[rank].clone());
     } catch (const c10::Error&) {
-      throw UsageError({.rank = rank, .operation = "load"},
+      throw UsageError({.rank = global_rank, .operation = "load"},
                        "The state of a random generator is not one of this LibTorch.\n"
                        "Load with the LibTorch that the checkpoint was made with.");
     }
@@ -126,27 +127,62 @@ Part part_of(GradScaler& scaler, const std::string& name) {
               }};
 }
 
-Part part_of(std::function<SamplerState()> state,
-             std::function<void(const SamplerState&)> load_state, const std::string& name) {
+Part part_of(WeightAverage& average, const std::string& name) {
+  const Part tensors = part_of([&average] { return average.tensors(); }, name);
   return {.name = name,
           .has_values = true,
           .save =
-              [state, name](Snapshot& snapshot) {
-                const SamplerState now = state();
-                snapshot.values[name] = {
-                    {"seed", now.seed}, {"epoch", now.epoch}, {"consumed", now.consumed}};
+              [&average, name, tensors](Snapshot& snapshot) {
+                if (average.is_applied()) {
+                  throw UsageError({.operation = "save"},
+                                   "The averaged weights are in the model, whose own would be "
+                                   "lost.\nSave when the result of apply() is gone.");
+                }
+                tensors.save(snapshot);
+                const auto& all = average.tensors();
+                for (std::size_t i = all.size() - average.num_buffers(); i < all.size(); ++i) {
+                  snapshot.buffers.insert(name + "." + all[i].name);
+                }
+                snapshot.values[name] = {{"num_updates", average.num_updates()}};
               },
           .load =
-              [state, load_state = std::move(load_state)](const Json& values) {
-                const SamplerState then{.seed = values.at("seed"),
-                                        .epoch = values.at("epoch"),
-                                        .consumed = values.at("consumed")};
-                // Only it knows what fits: tried, and taken back.
-                const SamplerState before = state();
-                load_state(then);
-                load_state(before);
-                return Wish{.finish = [load_state, then] { load_state(then); }};
+              [&average, tensors](const Json& values) {
+                const std::int64_t num_updates = values.at("num_updates");
+                average.check_state(num_updates);
+                Wish wish = tensors.load({});
+                wish.finish = [&average, num_updates] { average.load_state(num_updates); };
+                return wish;
               }};
+}
+
+namespace {
+
+template <typename Averager>
+Part part_of_averager(Averager& averager, const std::string& name) {
+  return {.name = name,
+          .has_values = true,
+          .save =
+              [&averager, name](Snapshot& snapshot) {
+                snapshot.values[name] = {{"steps", averager.steps()}};
+              },
+          .load =
+              [&averager](const Json& values) {
+                const std::int64_t steps = values.at("steps");
+                if (steps < 0 || steps > kMaxSteps) {
+                  return Wish{.differences = {"an averager's number of steps cannot be"}};
+                }
+                return Wish{.finish = [&averager, steps] { averager.load_steps(steps); }};
+              }};
+}
+
+}  // namespace
+
+Part part_of(PeriodicAverager& averager, const std::string& name) {
+  return part_of_averager(averager, name);
+}
+
+Part part_of(HierarchicalAverager& averager, const std::string& name) {
+  return part_of_averager(averager, name);
 }
 
 void refuse_large(std::size_t bytes) {
@@ -184,6 +220,7 @@ Part part_of(const std::string& name, std::function<std::string()> save,
 Part random_part(const World& world) {
   return {.name = "random",
           .has_values = true,
+          .is_collective = true,
           .save =
               [world](Snapshot& snapshot) {
                 Json& sizes = snapshot.values["random"] = Json::object();
@@ -194,7 +231,7 @@ Part random_part(const World& world) {
                 }
               },
           .load =
-              [rank = world.rank()](const Json& values) {
+              [rank = world.rank(), global_rank = world.global_rank()](const Json& values) {
                 Wish wish;
                 for (const auto& [name, value] : values.items()) {
                   const auto sizes = value.get<std::vector<std::int64_t>>();
@@ -206,10 +243,10 @@ Part random_part(const World& world) {
                                      text::join(sizes, ", ")));
                   }
                 }
-                wish.finish = [tensors = wish.tensors, rank] {
+                wish.finish = [tensors = wish.tensors, rank, global_rank] {
                   for (const auto& [name, generator] : generators()) {
                     for (const NamedTensor& one : tensors) {
-                      if (one.name == name) set_state(generator, one.tensor, rank);
+                      if (one.name == name) set_state(generator, one.tensor, rank, global_rank);
                     }
                   }
                 };

@@ -5,11 +5,13 @@
 #pragma once
 
 #include <lockstep/amp.h>
+#include <lockstep/averaging.h>
 #include <lockstep/checkpoint.h>
 #include <lockstep/data.h>
 #include <lockstep/optim.h>
 
 #include <functional>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
@@ -29,15 +31,28 @@ struct Snapshot {
   Json values = Json::object();        // by part
 };
 
+class Shards;
+
+// A state that the ranks of a host have once (ddp/shards.h).
+struct SharedState {
+  at::Tensor tensor;
+  std::shared_ptr<Shards> shards;
+  std::string name;
+  std::size_t slot = 0;
+};
+
 struct Wish {
   std::vector<NamedTensor> tensors = {};
-  std::function<void()> finish = [] {};
+  std::vector<SharedState> shared = {};       // of these: without memory until all ranks agree
+  std::function<void()> finish = [] {};       // not collective
+  std::function<void()> finish_own = [] {};   // of this rank alone, once all ranks have finished
   std::vector<std::string> differences = {};  // a line each; what differs is not wished for
 };
 
 struct Part {
   std::string name;
   bool has_values = false;
+  bool is_collective = false;  // save() is, and throws on all ranks or on none
   std::function<void(Snapshot& snapshot)> save;
   std::function<Wish(const Json& values)> load;  // throws Json::exception, UsageError
 };
@@ -47,10 +62,22 @@ Part part_of(const std::shared_ptr<torch::nn::Module>& model, const std::string&
 Part part_of(torch::optim::Optimizer& optimizer, const std::string& name);
 Part part_of(optim::Schedule& schedule, const std::string& name);
 Part part_of(GradScaler& scaler, const std::string& name);
+Part part_of(WeightAverage& average, const std::string& name);
+Part part_of(PeriodicAverager& averager, const std::string& name);
+Part part_of(HierarchicalAverager& averager, const std::string& name);
 Part part_of(std::function<SamplerState()> state,
              std::function<void(const SamplerState&)> load_state, const std::string& name);
+// Ranks whose shards differ are at different places.
+Part part_of(LoaderBase& loader, const World& world, const std::string& name);
 Part part_of(const std::string& name, std::function<std::string()> save,
              std::function<void(const std::string&)> load);
+// A text of each rank. `load_others` gets all of them where there are not as many ranks any more.
+using LoadText = std::function<void(const std::string& text)>;
+using LoadTexts = std::function<void(const std::vector<std::string>& texts)>;
+Part per_rank_part(const World& world, const std::string& name, std::function<std::string()> save,
+                   LoadText load, LoadTexts load_others);
+// What `save` gives on each rank, by rank. Collective; throws on all ranks what it throws on one.
+std::vector<std::string> gather_texts(const World& world, const std::function<std::string()>& save);
 // What is not a tensor is read whole: it must fit.
 void refuse_large(std::size_t bytes);
 // The random generators of all ranks. Collective when it is saved.

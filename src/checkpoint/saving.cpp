@@ -12,8 +12,10 @@
 #include "base/text.h"
 #include "checkpoint/checkpointer.h"
 #include "checkpoint/own_tensors.h"
+#include "checkpoint/sharing.h"
 #include "checkpoint/tensors.h"
 #include "ddp/agreement.h"
+#include "ddp/shards.h"
 #include "world/exchange.h"
 
 namespace lockstep {
@@ -38,7 +40,10 @@ std::vector<NamedTensor> take_part(const std::vector<NamedTensor>& all, int part
 // Names, types and shapes; ranks that differ in them cannot share the work.
 std::string layout_of(const std::vector<NamedTensor>& tensors) {
   Hasher hasher;
-  for (const NamedTensor& one : tensors) hasher.add(one.name + text_of(entry_of(one)) + "\n");
+  for (const NamedTensor& one : tensors) {
+    hasher.add(one.name + text_of(entry_of(one)) +
+               (Shards::holder_of(one.tensor) ? " shared" : "") + "\n");
+  }
   return hasher.hex();
 }
 
@@ -47,7 +52,7 @@ std::string layout_of(const std::vector<NamedTensor>& tensors) {
 // What this rank contributes; whatever is wrong with it is thrown.
 std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snapshot) {
   wait();
-  const ErrorPlace place{.rank = world.rank(), .step = step, .operation = "save"};
+  const ErrorPlace place{.rank = world.global_rank(), .step = step, .operation = "save"};
   if (step < 0) throw UsageError(place, "The step is negative.\nCount steps from 0.");
   for (const DistributedDataParallel* const ddp : ddps) {
     if (ddp->num_pending() == 0) continue;
@@ -56,13 +61,22 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
                                   "gradients would be lost.\nSave after optimizer.step().",
                                   ddp->num_pending()));
   }
-  for (std::size_t i = 1; i < parts.size(); ++i) parts[i].save(snapshot);
+  for (const Part& part : parts) {
+    if (!part.is_collective) part.save(snapshot);
+  }
   std::set<std::string> names;
   for (const NamedTensor& one : snapshot.tensors) {
     if (names.insert(one.name).second) continue;
     throw UsageError(place, text::format("Two tensors have the name '{}'.\nGive what is added to "
                                          "the Checkpointer names that differ.",
                                          one.name));
+  }
+  check_sharers(world, snapshot.tensors);
+  for (const auto& shards : holders_of(snapshot.tensors)) {
+    shards->check_usable();
+    if (const std::string change = shards->find_foreign_change(); !change.empty()) {
+      throw UsageError(place, change);
+    }
   }
   const Json state = {{"version", kStateVersion},
                       {"step", step},
@@ -82,15 +96,15 @@ void Checkpointer::Impl::agree_on_tensors(Snapshot& snapshot,
     NamedTensor& its = snapshot.tensors[one.index];
     if (!snapshot.buffers.contains(its.name)) {
       throw MismatchError(
-          {.rank = world.rank(),
+          {.rank = world.global_rank(),
            .peer = static_cast<int>(one.ranks.front()),
            .step = step,
            .operation = "save"},
           text::format(
-              "{} is not the same on rank 0 and on rank {}: a checkpoint would mix them.\n"
+              "{} is not the same on rank {} and on rank {}: a checkpoint would mix them.\n"
               "Keep ranks equal (DistributedDataParallel must live as long as the model is "
               "trained), and leave out of the Checkpointer what is a rank's own.",
-              its.name, text::join(one.ranks, ", ")));
+              its.name, world.global_rank(0), text::join(one.ranks, ", ")));
     }
     its.tensor = its.tensor.detach().clone(at::MemoryFormat::Contiguous);
     world.broadcast(its.tensor, 0);
@@ -99,9 +113,12 @@ void Checkpointer::Impl::agree_on_tensors(Snapshot& snapshot,
 
 // Every rank comes to the exchange, whatever has happened to it, so that all throw or none does.
 Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
+  check_same_parts("save");
   Saving saving{.name = {.number = next_number, .step = step}};
   Snapshot snapshot;
-  parts.front().save(snapshot);  // the random states: a collective
+  for (const Part& part : parts) {
+    if (part.is_collective) part.save(snapshot);
+  }
   std::exception_ptr failure;
   std::string layout;
   std::string unfinished;
@@ -110,10 +127,10 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   try {
     saving.state = take_snapshot(step, snapshot);
     own = own_tensors(ddps, world.rank());
-    if (world.size() > 1) hashes = hashes_of(snapshot.tensors);
+    if (world.size() > 1) hashes = hashes_of_mine(world, snapshot.tensors);
     layout = layout_of(snapshot.tensors);
     if (is_leader()) unfinished = folder->begin();
-  } catch (const std::exception&) {
+  } catch (...) {
     failure = std::current_exception();
   }
   const auto drop = [&] {
@@ -125,27 +142,30 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
     const Json mine = {{"step", step},
                        {"number", next_number},
                        {"layout", layout},
-                       {"hash", hash_of_all(hashes)},
                        {"unfinished", unfinished},
-                       {"failure", failure_text(failure, world.rank())}};
+                       {"failure", failure_text(failure, world.global_rank())}};
     for (const std::string& text : exchange_texts(world, to_text(mine))) {
       all.push_back(Json::parse(text));
       failures.push_back(all.back().at("failure"));
     }
-    throw_first_cause(world, failures, {.rank = world.rank(), .operation = "save"});
+    throw_first_cause(world, failures, {.rank = world.global_rank(), .operation = "save"});
     for (const char* const what : {"step", "number", "layout"}) {
       for (int rank = 1; rank < world.size(); ++rank) {
         const Json& its = all[static_cast<std::size_t>(rank)].at(what);
         if (its == all[0].at(what)) continue;
         throw MismatchError(
-            {.rank = world.rank(), .peer = rank, .step = step, .operation = "save"},
-            text::format("Ranks save different things: the {} is {} on rank 0 and "
+            {.rank = world.global_rank(),
+             .peer = world.global_rank(rank),
+             .step = step,
+             .operation = "save"},
+            text::format("Ranks save different things: the {} is {} on rank {} and "
                          "{} on rank {}.\nCall save() on all ranks, at the same step.",
-                         what, all[0].at(what).dump(), its.dump(), rank));
+                         what, all[0].at(what).dump(), world.global_rank(0), its.dump(),
+                         world.global_rank(rank)));
       }
     }
-    const auto is_same = [&](const Json& its) { return its.at("hash") == all[0].at("hash"); };
-    if (!std::ranges::all_of(all, is_same)) agree_on_tensors(snapshot, hashes, step);
+    take_hashes_of_host(world, snapshot.tensors, hashes);
+    if (!is_same_everywhere(world, hash_of_all(hashes))) agree_on_tensors(snapshot, hashes, step);
   } catch (...) {
     drop();
     throw;
@@ -156,8 +176,11 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   const auto my_place = std::ranges::find(group, world.rank()) - group.begin();
   const int num_parts = options.writers == Writers::kEachRank ? static_cast<int>(group.size()) : 1;
   if (const int part = static_cast<int>(my_place); part < num_parts) {
-    saving.files.push_back({.name = text::format("tensors-{}-of-{}.safetensors", part, num_parts),
-                            .tensors = take_part(snapshot.tensors, part, num_parts)});
+    // A file without tensors helps nobody, and PyTorch takes it for one that is not its own.
+    if (auto tensors = take_part(snapshot.tensors, part, num_parts); !tensors.empty()) {
+      saving.files.push_back({.name = text::format("tensors-{}-of-{}.safetensors", part, num_parts),
+                              .tensors = std::move(tensors)});
+    }
   }
   if (!own.empty()) {
     saving.files.push_back(
@@ -172,13 +195,13 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
   try {
     if (saving.failure.empty()) {
       for (const Saving::File& file : saving.files) {
-        const FileRecord record =
-            write_tensors(path + "/" + saving.unfinished, file.name, file.tensors);
+        const FileRecord record = write_tensors(path + "/" + saving.unfinished, file.name,
+                                                file.tensors, FileKind::kOfCheckpoint);
         mine["files"].push_back({record.name, record.bytes, record.hash});
       }
     }
   } catch (const std::exception&) {
-    mine["failure"] = failure_text(std::current_exception(), world.rank());
+    mine["failure"] = failure_text(std::current_exception(), world.global_rank());
   }
   std::vector<std::string> failures;
   Manifest manifest{.step = saving.name.step, .world_size = world.size()};
@@ -205,13 +228,13 @@ void Checkpointer::Impl::write(const Saving& saving, const Exchange& exchange) c
     }
     if (!is_written || failure) folder->abandon(saving.unfinished);
   }
-  const auto commits = exchange(failure_text(failure, world.rank()));
+  const auto commits = exchange(failure_text(failure, world.global_rank()));
   throw_first_cause(world, is_written ? commits : failures,
-                    {.rank = world.rank(), .operation = "save"});
+                    {.rank = world.global_rank(), .operation = "save"});
   try {
     if (is_leader()) folder->retain(options.keep_last, options.keep_every);
   } catch (const Error& error) {  // the checkpoint is there; this is tried again with the next
-    Log(world.rank()).warning("old checkpoints stay: {}", error.message());
+    Log(world.global_rank()).warning("old checkpoints stay: {}", error.message());
   }
 } catch (...) {
   if (is_leader()) folder->abandon(saving.unfinished);  // not there if it was committed
@@ -223,7 +246,7 @@ void Checkpointer::Impl::start_writer(Saving saving) {
   try {
     copy_tensors(saving);
   } catch (const std::exception&) {  // no memory: all are to know
-    saving.failure = failure_text(std::current_exception(), world.rank());
+    saving.failure = failure_text(std::current_exception(), world.global_rank());
   }
   writer = std::thread([this, saving = std::move(saving)] {
     int round = 0;

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <array>
+#include <nlohmann/json.hpp>
 #include <set>
 
+#include "base/json.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -57,6 +59,23 @@ void write(FileWriter& file, const at::Tensor& tensor) {
   write(file, tensor.narrow(0, size / 2, size - size / 2));
 }
 
+using Entries = std::vector<std::pair<std::string, TensorEntry>>;
+
+// What torch.distributed.checkpoint's writer of safetensors puts into a header: where in the whole
+// tensor a file's piece begins, here at 0 in each dimension. Its reader assumes that where it finds
+// nothing; consolidate_safetensors_files refuses a file without it, or with an empty list.
+std::map<std::string, std::string> metadata_of(const Entries& entries, FileKind kind) {
+  std::map<std::string, std::string> metadata = {{"format", "pt"}};
+  if (kind == FileKind::kAlone) return metadata;
+  Json offsets = Json::object();
+  for (const auto& [name, entry] : entries) {
+    offsets[name]["saved_offsets"] = std::vector<int>(entry.shape.size(), 0);
+  }
+  metadata["DCP_VERSION"] = "1.0";
+  metadata["DCP_SHARDING_INFO"] = offsets.dump();
+  return metadata;
+}
+
 }  // namespace
 
 TensorEntry entry_of(const NamedTensor& one) {
@@ -88,11 +107,11 @@ std::string text_of(const TensorEntry& entry) {
 }
 
 FileRecord write_tensors(const std::string& folder, const std::string& name,
-                         const std::vector<NamedTensor>& tensors) {
-  std::vector<std::pair<std::string, TensorEntry>> entries;
+                         const std::vector<NamedTensor>& tensors, FileKind kind) {
+  Entries entries;
   for (const NamedTensor& one : tensors) entries.emplace_back(one.name, entry_of(one));
   FileWriter file(folder, name);
-  file.write(make_header(entries, {{"format", "pt"}}));
+  file.write(make_header(entries, metadata_of(entries, kind)));
   for (const NamedTensor& one : tensors) write(file, as_in_file(one.tensor));
   return file.finish();
 }
@@ -107,7 +126,11 @@ void read_tensor(const FileReader& file, const TensorEntry& entry, const at::Ten
       target.is_cpu() && target.is_contiguous() && entry_of({"", target}).dtype == entry.dtype;
   if (!is_direct) buffer = make_tensor(entry);
   file.read(entry.begin, entry.bytes, static_cast<char*>(buffer.mutable_data_ptr()));
-  if (!is_direct) target.copy_(buffer);
+  if (is_direct) {
+    target.unsafeGetTensorImpl()->bump_version();  // as copy_() does
+  } else {
+    target.copy_(buffer);
+  }
 }
 
 std::vector<std::string> compare(const std::map<std::string, TensorEntry>& in_file,

@@ -17,10 +17,14 @@ at::Tensor make_tensor(const TensorEntry& entry);
 // "F32 [10, 5]"
 std::string text_of(const TensorEntry& entry);
 
+// The header of a checkpoint's file says also that its tensors are whole, as PyTorch's distributed
+// checkpoint wants to know it.
+enum class FileKind { kAlone, kOfCheckpoint };
+
 // Writes a file of these tensors, from where they are: what is not contiguous, or not on the CPU,
 // goes through a buffer of bounded size.
 FileRecord write_tensors(const std::string& folder, const std::string& name,
-                         const std::vector<NamedTensor>& tensors);
+                         const std::vector<NamedTensor>& tensors, FileKind kind);
 
 // `into` has the entry's number of elements; its type may be another.
 void read_tensor(const FileReader& file, const TensorEntry& entry, const at::Tensor& into);

@@ -6,9 +6,14 @@
 #include <cerrno>
 #include <cstdio>
 #include <filesystem>
+#include <optional>
 
 #include "base/text.h"
+#include "checkpoint/checkpointer.h"
+#include "checkpoint/sharing.h"
 #include "checkpoint/tensors.h"
+#include "ddp/shards.h"
+#include "world/exchange.h"
 
 namespace lockstep {
 
@@ -19,7 +24,7 @@ void save_tensors(const std::string& path, const std::vector<NamedTensor>& tenso
   const std::string temporary = folder + "/" + unfinished;
   ::unlink(temporary.c_str());  // of a process with the same number, long gone
   try {
-    write_tensors(folder, unfinished, tensors);
+    write_tensors(folder, unfinished, tensors, FileKind::kAlone);
     if (::rename(temporary.c_str(), target.c_str()) != 0) {
       throw_errno(text::format("cannot write {}", path), "Give a file that this user may write.");
     }
@@ -41,21 +46,35 @@ std::vector<NamedTensor> load_tensors(const std::string& path) {
 }
 
 void save_weights(const std::string& path, const torch::nn::Module& model) {
-  save_tensors(path, tensors_of(model));
+  const std::vector<NamedTensor> tensors = tensors_of(model);
+  for (const auto& shards : holders_of(tensors)) shards->check_usable();
+  save_tensors(path, tensors);
 }
 
 Loaded load_weights(const std::string& path, torch::nn::Module& model, const LoadOptions& options) {
-  const FileReader file(path);
-  const TensorHeader header = file.tensors();
+  const std::vector<NamedTensor> tensors = tensors_of(model);
+  std::optional<FileReader> file;
+  TensorHeader header;
   std::vector<NamedTensor> fitting;
   Loaded loaded{.path = path};
-  loaded.differences = compare(header.tensors, tensors_of(model), options.strict, fitting);
-  if (options.strict && !loaded.differences.empty()) {
-    throw_differences(path, loaded.differences, -1);
-  }
-  for (const NamedTensor& one : fitting) {
-    read_tensor(file, header.tensors.at(one.name), one.tensor);
-  }
+  const auto open = [&] {
+    file.emplace(path);
+    header = file->tensors();
+    loaded.differences = compare(header.tensors, tensors, options.strict, fitting);
+    if (options.strict && !loaded.differences.empty()) {
+      throw_differences(path, loaded.differences, -1);
+    }
+  };
+  const auto read = [&](const std::shared_ptr<Shards>& holder) {
+    for (const NamedTensor& one : fitting) {
+      if (Shards::holder_of(one.tensor) != holder) continue;
+      read_tensor(*file, header.tensors.at(one.name), one.tensor);
+    }
+  };
+  const auto holders = holders_of(tensors);
+  holders.empty() ? open() : do_together(holders.front()->host(), "load", open);
+  for (const auto& shards : holders) shards->change_parameters([&] { read(shards); });
+  read(nullptr);  // what is this rank's own
   return loaded;
 }
 

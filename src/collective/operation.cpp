@@ -9,9 +9,9 @@
 namespace lockstep::collective {
 
 const char* name_of(Kind kind) {
-  static constexpr const char* kNames[] = {"barrier",   "all_reduce",     "reduce",
-                                           "broadcast", "all_gather",     "gather",
-                                           "scatter",   "reduce_scatter", "all_to_all"};
+  static constexpr const char* kNames[] = {"barrier",    "all_reduce", "reduce",  "broadcast",
+                                           "all_gather", "gather",     "scatter", "reduce_scatter",
+                                           "all_to_all", "reduce_once"};
   const auto index = static_cast<std::size_t>(kind);
   return index < sizeof kNames / sizeof *kNames ? kNames[index] : "unknown operation";
 }
@@ -36,18 +36,53 @@ Activity Message::activity(int peer_rank) const {
                        peer == kAnyRank ? "any rank" : text::format("rank {}", peer_rank), tag)};
 }
 
-void check(const Operation& operation, int rank, int size) {
+namespace {
+
+// Whether some element of one is another element of the other.
+bool overlap_shifted(const Operation& operation) {
+  const auto input = reinterpret_cast<std::uintptr_t>(operation.input.part(0));
+  const auto output = reinterpret_cast<std::uintptr_t>(operation.output.part(0));
+  const std::size_t bytes = operation.count * size_of(operation.type);
+  return input != output && input < output + bytes && output < input + bytes;
+}
+
+// Why the operation, a kReduceOnce, cannot be; empty if it can.
+std::string why_not_once(const Operation& operation, const Runner& runner) {
+  if (!runner.can_reduce_once()) {
+    return "reduce_once is for ranks of one host that are connected by shared memory (engine "
+           "'shm').\nUse all_reduce.";
+  }
+  if (operation.count == 0) return {};
+  if (operation.input.is_empty() || operation.output.is_empty()) {
+    return "reduce_once was given no input or no output.\nGive both on every rank.";
+  }
+  if (overlap_shifted(operation)) {
+    return "reduce_once was given an input that overlaps the output.\nGive memory that is apart, "
+           "or the same.";
+  }
+  return {};
+}
+
+}  // namespace
+
+void check(const Operation& operation, const Runner& runner) {
+  const int size = runner.size();
+  const bool is_once = operation.kind == Kind::kReduceOnce;
   const auto refuse = [&](const std::string& message) {
-    throw UsageError({.rank = rank, .operation = name_of(operation.kind)}, message);
+    throw UsageError(
+        {.rank = runner.global_rank(runner.rank()), .operation = name_of(operation.kind)}, message);
   };
   if (operation.root < 0 || operation.root >= size) {
     refuse(text::format("{} was given root {} in a world of {}.\nGive a rank from 0 to {}.",
                         name_of(operation.kind), operation.root, size, size - 1));
   }
-  if (operation.reduction != Reduction::kNone && !can_reduce(operation.type, operation.reduction)) {
+  const bool is_reduction = is_once || operation.reduction != Reduction::kNone;
+  if (is_reduction && !can_reduce(operation.type, operation.reduction)) {
     refuse(text::format("There is no {} of {} elements.\nUse another operation or type.",
                         name_of(operation.reduction), name_of(operation.type)));
   }
+  if (!is_once) return;
+  if (const std::string reason = why_not_once(operation, runner); !reason.empty()) refuse(reason);
 }
 
 void throw_mismatch(int rank, std::uint64_t number, int first, const Signature& of_first, int other,

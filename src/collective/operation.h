@@ -24,6 +24,7 @@ enum class Kind : std::uint8_t {
   kScatter,
   kReduceScatter,
   kAllToAll,
+  kReduceOnce,
 };
 const char* name_of(Kind kind);
 
@@ -69,6 +70,12 @@ struct Signature {
 // By kind, `input` has 1 part, or one per rank for kScatter (at the root), kReduceScatter and
 // kAllToAll; `output` has 1 part, or one per rank for kAllGather, kGather (at the root) and
 // kAllToAll. What a rank neither gives nor takes is empty.
+//
+// kReduceOnce is an all-reduce whose result exists once: `output` is memory that all ranks of a
+// host map, on each rank at its own address, and every element of it is written by one rank alone.
+// When it is done, on any rank, all of the output is written and no input is read any more. Nobody
+// writes to the output before all ranks have started the operation, so that what is there can be
+// read until then. After a failure other ranks may go on writing for a moment.
 struct Operation {
   Kind kind = Kind::kBarrier;
   DataType type = DataType::kBytes;
@@ -102,8 +109,10 @@ struct Operation {
   }
 };
 
-// Throws UsageError on `rank` if the operation cannot be, in a world of `size`.
-void check(const Operation& operation, int rank, int size);
+class Runner;
+
+// Throws UsageError if the operation cannot be, on this runner.
+void check(const Operation& operation, const Runner& runner);
 
 // Throws MismatchError: two ranks, by their global ranks, are at different operations. `rank`
 // throws it.

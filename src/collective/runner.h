@@ -6,6 +6,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <span>
 
 #include "collective/request.h"
 
@@ -17,9 +18,14 @@ class Runner {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  // What errors call a rank: its rank in the world that was joined, of which this may be a part.
+  virtual int global_rank(int peer) const { return peer; }
 
   // Whether Operation::count of a kAllToAll must be the largest part that any rank gives another.
   virtual bool needs_largest_part() const { return true; }
+
+  // Whether there is kReduceOnce: only where all ranks can map the same memory.
+  virtual bool can_reduce_once() const { return false; }
 
   // Begins an operation; memory must stay as it is until it is done.
   // Throws UsageError, or what an earlier operation failed with.
@@ -44,6 +50,10 @@ class Runner {
   // Tells the others that this rank takes no further part, and lets go of all memory. What is under
   // way or comes later throws world_has_ended().
   virtual void leave() noexcept = 0;
+
+  // Takes back receives that no message has come for, so that the next ones find it: all, or none
+  // of them. False if it is too late for one, if one is something else, or if this runner cannot.
+  virtual bool cancel(std::span<const Request* const>) { return false; }
 
   // Ends a wait for this request, on any thread, with an exception; its memory stays in use. False
   // if this runner cannot.

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
-#include <lockstep/data.h>
+#include <lockstep/dataset.h>
 #include <lockstep/error.h>
+#include <lockstep/loader_source.h>
 
 #include <algorithm>
 
@@ -32,24 +33,34 @@ void check_like_first(const at::Tensor& one, const at::Tensor& first, std::size_
 }  // namespace
 
 Batch Dataset::get_batch(const std::vector<std::size_t>& indices) const {
+  struct Plain {
+    const Dataset& data;
+    Sample get(std::size_t index) const { return data.get(index); }
+  };
+  const BatchInfo info{.indices = indices};
+  return detail::stack_samples(detail::get_samples(Plain{*this}, info), info);
+}
+
+Batch AugmentedDataset::load(const BatchInfo& info) const {
+  return detail::stack_samples(detail::get_samples(*this, info), info);
+}
+
+namespace detail {
+
+Batch stack_samples(std::vector<Sample> samples, const BatchInfo& info) {
   std::vector<at::Tensor> data;
   std::vector<at::Tensor> targets;
-  for (const std::size_t index : indices) {
-    Sample sample;
-    try {
-      sample = get(index);
-    } catch (const std::exception& error) {
-      const std::string text = error.what();
-      refuse(text::format("Sample {} cannot be had: {}\nMend it, or leave it out.", index,
-                          text.substr(0, text.find('\n'))));
-    }
-    data.push_back(std::move(sample.data));
-    targets.push_back(std::move(sample.target));
-    check_like_first(data.back(), data.front(), index, indices.front(), "data");
-    check_like_first(targets.back(), targets.front(), index, indices.front(), "target");
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    data.push_back(std::move(samples[i].data));
+    targets.push_back(std::move(samples[i].target));
+    const std::size_t index = info.indices[i];
+    check_like_first(data.back(), data.front(), index, info.indices.front(), "data");
+    check_like_first(targets.back(), targets.front(), index, info.indices.front(), "target");
   }
-  return {at::stack(data), at::stack(targets), indices};
+  return {at::stack(data), at::stack(targets), info.indices};
 }
+
+}  // namespace detail
 
 TensorDataset::TensorDataset(at::Tensor data, at::Tensor targets)
     : data_(std::move(data)), targets_(std::move(targets)) {

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fcntl.h>
-#include <lockstep/data.h>
+#include <lockstep/dataset.h>
 #include <lockstep/error.h>
 #include <sys/mman.h>
 #include <sys/stat.h>

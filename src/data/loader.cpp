@@ -1,235 +1,342 @@
 #include <ATen/ATen.h>
-#include <lockstep/data.h>
+#include <ATen/DeviceAccelerator.h>
 #include <lockstep/error.h>
+#include <lockstep/loader.h>
 
 #include <chrono>
-#include <exception>
-#include <map>
-#include <thread>
-#include <variant>
+#include <limits>
+#include <tuple>
+#include <utility>
 
-#include "base/mutex.h"
+#include "base/log.h"
 #include "base/text.h"
+#include "data/preparer.h"
+#include "data/stream.h"
 
 namespace lockstep {
+namespace {
 
-// Batches have numbers in the order of the sampler's draws. A worker takes the next number and its
-// indices under the lock, prepares the batch without it, and puts it down; the caller takes batches
-// in the order of numbers. Workers live for one epoch, and draw from a copy of the sampler: the
-// program's own knows of what was handed out only.
-struct Loader::Impl {
-  struct Prepared {
-    std::variant<Batch, std::exception_ptr> result;
-    std::size_t num_samples = 0;
-  };
+constexpr int kMaxEmptyEpochs = 1000;
+
+}  // namespace
+
+// The program's sampler knows of what was handed out only. For each epoch a Preparer gets a sampler
+// or a stream of its own, from which its workers draw ahead.
+struct LoaderBase::Impl {
+  using Sampler = std::variant<DistributedSampler, EvalSampler, StreamSampler>;
+  using Ahead = std::variant<DistributedSampler, EvalSampler, RecordStream>;
 
   // Constant after construction.
-  std::shared_ptr<const Dataset> dataset;
-  LoaderOptions options;
+  const detail::LoaderSource source;
+  const LoaderOptions options;
+  const bool is_to_device;
 
-  // The caller's own.
-  std::variant<DistributedSampler, EvalSampler> sampler;  // the program's: what was handed out
-  std::int64_t pass = 0;                                  // of it, that workers draw for
+  Sampler sampler;
+  std::int64_t pass = 0;     // of a DistributedSampler, that workers draw for
+  SamplerState place = {};   // of a stream, which has no sampler that knows it
+  bool is_place_new = true;  // nothing was handed out since it was set
+  int num_empty = 0;         // epochs of a stream, one after the other
   double waited_ms = 0;
+  std::unique_ptr<Preparer> preparer;  // of the epoch that has begun
 
-  bool has_begun = false;
-  std::vector<std::thread> workers;
-
-  Mutex mutex;
-  std::optional<std::variant<DistributedSampler, EvalSampler>> ahead
-      LOCKSTEP_GUARDED_BY(mutex);  // draws
-  Condition changed;
-  std::map<std::size_t, Prepared> ready LOCKSTEP_GUARDED_BY(mutex);
-  std::size_t next_number LOCKSTEP_GUARDED_BY(mutex) = 0;       // to be drawn
-  std::size_t next_taken LOCKSTEP_GUARDED_BY(mutex) = 0;        // to be handed out
-  std::optional<std::size_t> total LOCKSTEP_GUARDED_BY(mutex);  // batches, once that is known
-  bool is_stopping LOCKSTEP_GUARDED_BY(mutex) = false;
-
-  Impl(std::shared_ptr<const Dataset> its_dataset, const LoaderOptions& its_options,
-       std::variant<DistributedSampler, EvalSampler> its_sampler)
-      : dataset(std::move(its_dataset)), options(its_options), sampler(std::move(its_sampler)) {}
-  ~Impl() { stop(); }
-
-  std::optional<std::vector<std::size_t>> draw() LOCKSTEP_REQUIRES(mutex) {
-    return std::visit([&](auto& one) { return one.next(options.batch_size); }, *ahead);
-  }
-
-  // A sampler of the workers' own: the program's may be set to another epoch while they draw.
-  std::variant<DistributedSampler, EvalSampler> begin_pass() {
-    if (auto* const shared = std::get_if<DistributedSampler>(&sampler)) {
-      auto [own, its_pass] = shared->begin_pass();
-      pass = its_pass;
-      return std::move(own);
+  Impl(detail::LoaderSource its_source, Sampler its_sampler, const LoaderOptions& its_options)
+      : source(std::move(its_source)),
+        options(its_options),
+        is_to_device(its_options.device && !its_options.device->is_cpu()),
+        sampler(std::move(its_sampler)) {
+    if (const auto* const stream = std::get_if<StreamSampler>(&sampler)) {
+      place.kind = SamplerKind::kRecords;
+      place.num_shards = static_cast<std::int64_t>(source.num_shards);
+      place.seed = stream->options().seed;
+      if (stream->options().by == ShardBy::kShard) place.num_ranks = stream->num_ranks();
     }
-    EvalSampler own = std::get<EvalSampler>(sampler);
-    own.reset();
-    return own;
-  }
-
-  void stop() {
-    {
-      const MutexLock lock(mutex);
-      is_stopping = true;
-    }
-    changed.notify_all();
-    for (std::thread& worker : workers) worker.join();
-    workers.clear();
-    const MutexLock lock(mutex);
-    ready.clear();
-    is_stopping = false;
   }
 
   void begin() {
-    stop();
-    auto own = begin_pass();
-    {
-      const MutexLock lock(mutex);
-      ahead = std::move(own);
-      next_number = next_taken = 0;
-      total.reset();
-    }
+    preparer.reset();
+    Epoch epoch;
+    auto ahead = std::make_shared<Ahead>(begin_pass(epoch));
     waited_ms = 0;
-    has_begun = true;
-    for (int i = 0; i < options.threads; ++i) workers.emplace_back([this] { work(); });
+    preparer = std::make_unique<Preparer>(
+        options.threads, options.ahead, [this, ahead, epoch] { return draw(*ahead, epoch); },
+        [this](detail::Draw draw) { return make(std::move(draw)); });
   }
 
-  Prepared prepare(const std::vector<std::size_t>& indices) const {
-    try {
-      const at::NoGradGuard no_grad;
-      Batch batch = dataset->get_batch(indices);
-      batch.indices = indices;
-      return {std::move(batch), indices.size()};
-    } catch (...) {
-      return {std::current_exception(), indices.size()};
+  Ahead begin_pass(Epoch& epoch) {
+    if (auto* const shared = std::get_if<DistributedSampler>(&sampler)) {
+      auto [own, its_pass] = shared->begin_pass();
+      if (options.drop_last && own.samples_per_rank() < options.batch_size) {
+        shared->set_epoch(own.epoch() + 1);  // what is left of this one would be dropped
+        std::tie(own, its_pass) = shared->begin_pass();
+      }
+      pass = its_pass;
+      epoch = {.number = own.epoch(), .seed = own.state().seed};
+      return std::move(own);
+    }
+    if (auto* const eval = std::get_if<EvalSampler>(&sampler)) {
+      EvalSampler own = *eval;
+      own.reset();
+      return own;
+    }
+    if (!is_place_new) move_to(place.epoch + 1);
+    epoch = {.number = place.epoch, .seed = place.seed};
+    return RecordStream(source, std::get<StreamSampler>(sampler), epoch, place.consumed,
+                        options.batch_size, options.threads);
+  }
+
+  void move_to(std::int64_t epoch) {
+    place.epoch = epoch;
+    place.last_consumed = std::exchange(place.consumed, 0);
+    is_place_new = true;
+  }
+
+  // On a worker, in its turn.
+  std::optional<detail::Draw> draw(Ahead& ahead, const Epoch& epoch) const {
+    std::optional<detail::Draw> result;
+    if (auto* const stream = std::get_if<RecordStream>(&ahead)) {
+      result = stream->next();
+    } else {
+      auto* const training = std::get_if<DistributedSampler>(&ahead);
+      auto indices = training != nullptr ? training->next(options.batch_size)
+                                         : std::get<EvalSampler>(ahead).next(options.batch_size);
+      if (indices) result = detail::Draw{.info = {.indices = std::move(*indices), .epoch = epoch}};
+    }
+    const bool is_short = result && result->info.indices.size() < options.batch_size;
+    if (is_short && options.drop_last) return std::nullopt;
+    return result;
+  }
+
+  // On a worker.
+  std::shared_ptr<void> make(detail::Draw draw) const {
+    std::shared_ptr<void> batch = source.make(std::move(draw));
+    if (is_to_device && at::isAccelerator(options.device->type())) {
+      source.each_tensor(batch.get(), [](at::Tensor& tensor) {
+        if (!tensor.defined() || !tensor.device().is_cpu()) return;
+        try {
+          tensor = tensor.pin_memory();
+        } catch (const c10::Error&) {
+          // The device has no pinned memory: then the copy waits, and is right all the same.
+        }
+      });
+    }
+    return batch;
+  }
+
+  // A bad batch counts, too: a resume goes on behind it.
+  void count(std::size_t num_samples) {
+    if (auto* const training = std::get_if<DistributedSampler>(&sampler)) {
+      training->use(num_samples, pass);
+    } else if (const auto* const stream = std::get_if<StreamSampler>(&sampler)) {
+      place.consumed += static_cast<std::int64_t>(num_samples) * stream->num_ranks();
+      is_place_new = false;
     }
   }
 
-  void work() {
-    const MutexLock lock(mutex);
-    while (true) {
-      while (!is_stopping && !total &&
-             next_number >= next_taken + static_cast<std::size_t>(options.ahead)) {
-        changed.wait(mutex);
-      }
-      if (is_stopping || total) return;
-      const auto indices = draw();
-      if (!indices) {
-        total = next_number;
-        changed.notify_all();
-        return;
-      }
-      const std::size_t number = next_number++;
-      Prepared prepared;
-      {
-        const MutexUnlock free(mutex);
-        prepared = prepare(*indices);
-      }
-      ready.emplace(number, std::move(prepared));
-      changed.notify_all();
-    }
+  void end_stream() {
+    preparer.reset();
+    const auto* const stream = std::get_if<StreamSampler>(&sampler);
+    if (stream == nullptr) return;
+    num_empty = place.consumed == 0 ? num_empty + 1 : 0;
+    if (num_empty > 0) check_empty(*stream);
+    move_to(place.epoch + 1);
   }
 
-  std::optional<Prepared> take() {
-    const MutexLock lock(mutex);
-    if (options.threads == 0) {
-      const auto indices = draw();
-      if (!indices) return std::nullopt;
-      return prepare(*indices);
+  // Where ranks may have different numbers of records, others may go on: an epoch without any is
+  // nothing but short. Dealt out record by record, no rank has more than the first.
+  void check_empty(const StreamSampler& stream) const {
+    const bool are_all_empty =
+        stream.options().by == ShardBy::kRecord && (stream.options().is_even || stream.rank() == 0);
+    if (are_all_empty) {
+      throw UsageError(
+          {.rank = stream.rank(), .operation = "Loader"},
+          text::format("An epoch has no batch: the {} shards do not hold a record, or, with "
+                       "drop_last, a batch for each rank.\nUse more data, fewer ranks or smaller "
+                       "batches.",
+                       source.num_shards));
     }
-    // A worker is always on its way to the next one: what it waits for is the data set's own.
-    while (!ready.contains(next_taken) && total != next_taken) changed.wait(mutex);
-    if (total == next_taken) return std::nullopt;
-    Prepared prepared = std::move(ready.extract(next_taken).mapped());
-    ++next_taken;
-    changed.notify_all();
-    return prepared;
+    if (num_empty == 1) {
+      Log(stream.rank())
+          .warning(
+              "an epoch has no batch for this rank. If the others have none either, look at the {} "
+              "shards, and at drop_last.",
+              source.num_shards);
+    }
+    // A program that waits for other ranks in each epoch does not come so far.
+    if (num_empty < kMaxEmptyEpochs) return;
+    throw UsageError(
+        {.rank = stream.rank(), .operation = "Loader"},
+        text::format("{} epochs in a row have no batch for this rank.\nUse shards with more "
+                     "records, fewer ranks or smaller batches, or ShardBy::kRecord.",
+                     num_empty));
+  }
+
+  void load_stream(const SamplerState& state) {
+    const auto& stream = std::get<StreamSampler>(sampler);
+    const ErrorPlace where{.rank = stream.rank(), .operation = "Loader"};
+    const bool has_next = state.epoch < std::numeric_limits<std::int64_t>::max();
+    if (state.epoch < 0 || state.consumed < 0 || !has_next) {
+      throw UsageError(where, text::format("The state says epoch {} with {} records consumed.\n"
+                                           "Give a state that a loader has saved.",
+                                           state.epoch, state.consumed));
+    }
+    if (state.kind != SamplerKind::kRecords) {
+      throw UsageError(where,
+                       "The state is that of a sampler, this loader reads shards in order.\nResume "
+                       "with the kind of loader that the run began with.");
+    }
+    if (state.consumed > 0 && state.num_ranks != place.num_ranks) {
+      const auto name = [](std::int64_t ranks) {
+        return ranks == 0 ? std::string("is for any number of ranks")
+                          : text::format("reads each shard on one of {} ranks", ranks);
+      };
+      throw UsageError(where,
+                       text::format("The state in the middle of an epoch {}, this loader {}.\nUse "
+                                    "as many ranks and the same ShardBy as before, or resume "
+                                    "between epochs.",
+                                    name(state.num_ranks), name(place.num_ranks)));
+    }
+    if (state.consumed > 0 && state.num_shards != place.num_shards) {
+      throw UsageError(where,
+                       text::format("The state in the middle of an epoch is of {} shards, this "
+                                    "loader has {}.\nResume with the same shards, or between "
+                                    "epochs.",
+                                    state.num_shards, place.num_shards));
+    }
+    place.seed = state.seed;
+    place.epoch = state.epoch;
+    place.consumed = state.consumed;
+    place.last_consumed = state.last_consumed;
+    is_place_new = true;
   }
 };
 
 namespace {
 
-void check(const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options,
-           std::size_t num_sampled) {
-  const auto refuse = [](const std::string& message) {
-    throw UsageError({.operation = "Loader"}, message);
-  };
-  if (!dataset) refuse("There is no data set: the pointer is empty.\nMake it first.");
+[[noreturn]] void refuse_loader(const std::string& message) {
+  throw UsageError({.operation = "Loader"}, message);
+}
+
+void check_loader(const detail::LoaderSource& source, const LoaderOptions& options) {
+  if (!source.make) {
+    refuse_loader("There is no data set: the pointer is empty.\nMake it first.");
+  }
   if (options.batch_size < 1 || options.threads < 0 || options.ahead < 1) {
-    refuse(
+    refuse_loader(
         text::format("The options are batch_size {}, threads {}, ahead {}.\nGive a batch size and "
                      "ahead from 1, threads from 0.",
                      options.batch_size, options.threads, options.ahead));
   }
-  if (num_sampled != dataset->size()) {
-    refuse(
-        text::format("The sampler draws from {} samples, the data set has {}.\nMake the "
-                     "sampler with the data set's size.",
-                     num_sampled, dataset->size()));
+  if (!options.device || options.device->is_cpu()) return;
+  if (!source.each_tensor) {
+    refuse_loader(
+        text::format("Batches are to go to {}, but the loader does not know their tensors.\nGive "
+                     "their type a member each_tensor(visit), or copy them yourself.",
+                     options.device->str()));
   }
+  try {
+    at::empty({1}, at::TensorOptions().device(*options.device));
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    refuse_loader(
+        text::format("Batches are to go to {}, which cannot be used here: {}\nGive a "
+                     "device that this process sees.",
+                     options.device->str(), text.substr(0, text.find('\n'))));
+  }
+}
+
+void check_size(std::size_t num_sampled, std::size_t size) {
+  if (num_sampled == size) return;
+  refuse_loader(
+      text::format("The sampler draws from {} samples, the data set has {}.\nMake the "
+                   "sampler with the data set's size.",
+                   num_sampled, size));
 }
 
 }  // namespace
 
-Loader::Loader(std::shared_ptr<const Dataset> dataset, DistributedSampler sampler,
-               const LoaderOptions& options) {
-  check(dataset, options, sampler.num_samples());
-  if (options.batch_size > sampler.samples_per_epoch()) {
-    throw UsageError(
-        {.operation = "Loader"},
+LoaderBase::LoaderBase(detail::LoaderSource source, IndexSampler sampler,
+                       const LoaderOptions& options) {
+  check_loader(source, options);
+  check_size(std::visit([](const auto& one) { return one.num_samples(); }, sampler), *source.size);
+  const auto* const training = std::get_if<DistributedSampler>(&sampler);
+  if (training != nullptr && options.batch_size > training->samples_per_epoch()) {
+    refuse_loader(
         text::format("A batch has {} samples, but this rank has only {} in an epoch.\nUse "
                      "smaller batches or fewer ranks.",
-                     options.batch_size, sampler.samples_per_epoch()));
+                     options.batch_size, training->samples_per_epoch()));
   }
-  impl_ = std::make_unique<Impl>(std::move(dataset), options, std::move(sampler));
+  impl_ = std::make_unique<Impl>(
+      std::move(source),
+      std::visit([](auto& one) { return Impl::Sampler(std::move(one)); }, sampler), options);
 }
 
-Loader::Loader(std::shared_ptr<const Dataset> dataset, EvalSampler sampler,
-               const LoaderOptions& options) {
-  check(dataset, options, sampler.num_samples());
-  impl_ = std::make_unique<Impl>(std::move(dataset), options, std::move(sampler));
+LoaderBase::LoaderBase(detail::LoaderSource source, const StreamSampler& sampler,
+                       const LoaderOptions& options) {
+  check_loader(source, options);
+  const bool is_by_shard = sampler.options().by == ShardBy::kShard;
+  const auto least = static_cast<std::size_t>(is_by_shard ? sampler.num_ranks() : 1);
+  if (source.num_shards < least) {
+    refuse_loader(
+        text::format("There are {} shards for {} ranks, each of which is to read its "
+                     "own.\nMake more shards, or use ShardBy::kRecord.",
+                     source.num_shards, sampler.num_ranks()));
+  }
+  impl_ = std::make_unique<Impl>(std::move(source), sampler, options);
 }
 
-Loader::~Loader() = default;
-Loader::Loader(Loader&&) noexcept = default;
-Loader& Loader::operator=(Loader&&) noexcept = default;
+LoaderBase::~LoaderBase() = default;
+LoaderBase::LoaderBase(LoaderBase&&) noexcept = default;
+LoaderBase& LoaderBase::operator=(LoaderBase&&) noexcept = default;
 
-Loader::iterator Loader::begin() {
-  impl_->begin();
-  return iterator(this);
-}
+void LoaderBase::begin_epoch() { impl_->begin(); }
 
-std::optional<Batch> Loader::next() {
-  if (!impl_->has_begun) impl_->begin();
+std::shared_ptr<void> LoaderBase::next_batch() {
+  if (!impl_->preparer) impl_->begin();
   const auto start = std::chrono::steady_clock::now();
-  auto prepared = impl_->take();
+  auto prepared = impl_->preparer->take();
   impl_->waited_ms +=
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   if (!prepared) {
-    impl_->has_begun = false;
-    return std::nullopt;
+    impl_->end_stream();
+    return nullptr;
   }
-  // A bad one, too: a resume goes on behind it.
-  if (auto* const sampler = std::get_if<DistributedSampler>(&impl_->sampler)) {
-    sampler->use(prepared->num_samples, impl_->pass);
-  }
-  if (auto* error = std::get_if<std::exception_ptr>(&prepared->result)) {
+  impl_->count(prepared->num_samples);
+  if (const auto* const error = std::get_if<std::exception_ptr>(&prepared->result)) {
+    if (!prepared->is_drawn) {
+      impl_->preparer.reset();
+      impl_->is_place_new = true;  // to be tried again from here
+    }
     std::rethrow_exception(*error);
   }
-  return std::get<Batch>(std::move(prepared->result));
+  auto batch = std::get<std::shared_ptr<void>>(std::move(prepared->result));
+  if (impl_->is_to_device) {
+    impl_->source.each_tensor(batch.get(), [device = *impl_->options.device](at::Tensor& tensor) {
+      if (tensor.defined()) tensor = tensor.to(device, /*non_blocking=*/tensor.is_pinned());
+    });
+  }
+  return batch;
 }
 
-SamplerState Loader::state() const {
-  const auto* sampler = std::get_if<DistributedSampler>(&impl_->sampler);
-  return sampler == nullptr ? SamplerState{} : sampler->state();
+SamplerState LoaderBase::state() const {
+  if (std::holds_alternative<StreamSampler>(impl_->sampler)) return impl_->place;
+  const auto* const sampler = std::get_if<DistributedSampler>(&impl_->sampler);
+  return sampler == nullptr ? SamplerState{.kind = SamplerKind::kEvaluation} : sampler->state();
 }
 
-void Loader::load_state(const SamplerState& state) {
+void LoaderBase::load_state(const SamplerState& state) {
+  if (std::holds_alternative<StreamSampler>(impl_->sampler)) impl_->load_stream(state);
   auto* const sampler = std::get_if<DistributedSampler>(&impl_->sampler);
   if (sampler != nullptr) sampler->load_state(state);
-  impl_->stop();
-  impl_->has_begun = false;
+  // Version 0.1 gave loaders with an EvalSampler the state of a run that has not begun.
+  if (std::holds_alternative<EvalSampler>(impl_->sampler) &&
+      state.kind != SamplerKind::kEvaluation && state != SamplerState{}) {
+    refuse_loader(
+        "The state is that of a training, this loader is for evaluation.\nResume with the kind of "
+        "loader that the run began with.");
+  }
+  impl_->preparer.reset();
 }
 
-double Loader::waiting_ms() const { return impl_->waited_ms; }
+double LoaderBase::waiting_ms() const { return impl_->waited_ms; }
 
 }  // namespace lockstep

@@ -1,13 +1,14 @@
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <lockstep/error.h>
 #include <lockstep/sampler.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/mutex.h"
 #include "base/text.h"
+#include "data/orders.h"
 #include "data/permutation.h"
 
 namespace lockstep {
@@ -37,24 +38,28 @@ struct DistributedSampler::State {
   State() = default;
   explicit State(const State& its) LOCKSTEP_REQUIRES(its.mutex)
       : rank(its.rank),
+        global_rank(its.global_rank),
         num_ranks(its.num_ranks),
         options(its.options),
+        lengths(its.lengths),
         num_samples(its.num_samples),
         begin(its.begin),
-        as_python(its.as_python) {}
+        order(its.order) {}
 
   // Constant after construction.
   std::int64_t rank = 0;
+  int global_rank = 0;  // what errors call it
   std::int64_t num_ranks = 1;
-  SamplerOptions options;
+  SamplerOptions options;  // without the lengths, which copies share
+  std::shared_ptr<const std::vector<std::int64_t>> lengths;
 
   Mutex mutex;
   std::int64_t num_samples LOCKSTEP_GUARDED_BY(mutex) = 0;
   SamplerState begin LOCKSTEP_GUARDED_BY(mutex);      // of what is left of the epoch
   std::int64_t drawn LOCKSTEP_GUARDED_BY(mutex) = 0;  // by this rank, since then
   std::int64_t pass LOCKSTEP_GUARDED_BY(mutex) = 0;   // how often `begin` was set
-  std::vector<std::int64_t> as_python
-      LOCKSTEP_GUARDED_BY(mutex);  // the whole order, only for kAsPython
+  // The whole order, for kAsPython and kByLength. Shared, not changed.
+  std::shared_ptr<const std::vector<std::int64_t>> order LOCKSTEP_GUARDED_BY(mutex);
 
   std::int64_t count() const LOCKSTEP_REQUIRES(mutex) {  // of each rank, in what is left
     return share_of(num_samples - begin.consumed);
@@ -63,37 +68,56 @@ struct DistributedSampler::State {
     return options.drop_last ? samples / num_ranks : (samples + num_ranks - 1) / num_ranks;
   }
 
-  void check() const LOCKSTEP_REQUIRES(mutex) {
-    if (num_samples > 0 && (!options.drop_last || num_samples >= num_ranks)) return;
+  void check_size(std::int64_t samples) const {
+    if (options.order == SampleOrder::kByLength &&
+        (options.bucket_size < 1 || lengths->size() != static_cast<std::size_t>(samples))) {
+      throw UsageError(
+          {.rank = global_rank, .operation = "DistributedSampler"},
+          text::format(
+              "There are {} lengths for {} samples, and buckets of {}.\nGive the length of "
+              "each sample, and a bucket_size from 1.",
+              lengths->size(), samples, options.bucket_size));
+    }
+    if (samples > 0 && (!options.drop_last || samples >= num_ranks)) return;
     throw UsageError(
-        {.rank = static_cast<int>(rank), .operation = "DistributedSampler"},
-        num_samples == 0
+        {.rank = global_rank, .operation = "DistributedSampler"},
+        samples == 0
             ? std::string("The data set has no samples.\nCheck where it is read from.")
             : text::format("The data set has {} samples for {} ranks, and with drop_last none is "
                            "left.\nUse fewer ranks, or drop_last = false.",
-                           num_samples, num_ranks));
+                           samples, num_ranks));
   }
 
   void prepare() LOCKSTEP_REQUIRES(mutex) {
-    as_python.clear();
-    if (options.order != SampleOrder::kAsPython) return;
-    auto generator =
-        at::detail::createCPUGenerator(begin.seed + static_cast<std::uint64_t>(begin.epoch));
-    const at::Tensor order = at::randperm(num_samples, generator, at::TensorOptions(at::kLong));
-    const auto* const first = order.const_data_ptr<std::int64_t>();
-    as_python.assign(first, first + num_samples);
+    order.reset();
+    const auto epoch = static_cast<std::uint64_t>(begin.epoch);
+    if (options.order == SampleOrder::kAsPython) {
+      order = std::make_shared<const std::vector<std::int64_t>>(
+          order_as_python(num_samples, begin.seed + epoch));
+    } else if (options.order == SampleOrder::kByLength) {
+      order = std::make_shared<const std::vector<std::int64_t>>(
+          order_by_length(*lengths, options.bucket_size, begin.seed, epoch));
+    }
   }
 
   void load(const SamplerState& its) LOCKSTEP_REQUIRES(mutex) {
     if (its.epoch < 0 || its.consumed < 0 || its.consumed > num_samples) {
       throw UsageError(
-          {.rank = static_cast<int>(rank), .operation = "DistributedSampler"},
+          {.rank = global_rank, .operation = "DistributedSampler"},
           text::format(
               "The state says epoch {} with {} samples consumed, but the data set has {}.\n"
               "Resume with the data set that the run began with.",
               its.epoch, its.consumed, num_samples));
     }
-    begin = its;
+    if (its.kind != SamplerKind::kSamples) {
+      throw UsageError(
+          {.rank = global_rank, .operation = "DistributedSampler"},
+          text::format("The state is that of a loader {}.\nResume with the kind of "
+                       "loader that the run began with.",
+                       its.kind == SamplerKind::kRecords ? "which reads shards in order"
+                                                         : "for evaluation"));
+    }
+    begin = {.seed = its.seed, .epoch = its.epoch, .consumed = its.consumed};
     drawn = 0;
     ++pass;
     prepare();
@@ -102,25 +126,34 @@ struct DistributedSampler::State {
 
 DistributedSampler::DistributedSampler(std::size_t num_samples, const World& world,
                                        const SamplerOptions& options)
-    : DistributedSampler(num_samples, world.rank(), world.size(), options) {}
+    : DistributedSampler(num_samples, world.rank(), world.size(), options, world.global_rank()) {}
 
 DistributedSampler::DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
                                        const SamplerOptions& options)
+    : DistributedSampler(num_samples, rank, num_ranks, options, rank) {}
+
+DistributedSampler::DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
+                                       const SamplerOptions& options, int global_rank)
     : state_(std::make_shared<State>()) {
   check_place(rank, num_ranks);
   state_->rank = rank;
+  state_->global_rank = global_rank;
   state_->num_ranks = num_ranks;
   state_->options = options;
+  state_->lengths =
+      std::make_shared<const std::vector<std::int64_t>>(std::exchange(state_->options.lengths, {}));
   state_->num_samples = static_cast<std::int64_t>(num_samples);
   state_->begin.seed = options.seed;
-  state_->check();
+  state_->check_size(state_->num_samples);
   state_->prepare();
 }
 
 void DistributedSampler::reset(std::optional<std::size_t> num_samples) {
   const MutexLock lock(state_->mutex);
-  if (num_samples) state_->num_samples = static_cast<std::int64_t>(*num_samples);
-  state_->check();
+  if (num_samples) {
+    state_->check_size(static_cast<std::int64_t>(*num_samples));
+    state_->num_samples = static_cast<std::int64_t>(*num_samples);
+  }
   if (state_->drawn > 0 || state_->count() <= 0) {  // begun, or over
     ++state_->begin.epoch;
     state_->begin.consumed = 0;
@@ -146,7 +179,7 @@ void DistributedSampler::use(std::size_t samples, std::int64_t pass) {
 
 std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
   if (batch_size == 0) {
-    throw UsageError({.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
+    throw UsageError({.rank = state_->global_rank, .operation = "DistributedSampler"},
                      "A batch of 0 samples was asked for.\nGive a batch size of at least 1.");
   }
   State& state = *state_;
@@ -166,7 +199,8 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
         index = permutation(static_cast<std::uint64_t>(at));
         break;
       case SampleOrder::kAsPython:
-        index = static_cast<std::size_t>(state.as_python[static_cast<std::size_t>(at)]);
+      case SampleOrder::kByLength:
+        index = static_cast<std::size_t>((*state.order)[static_cast<std::size_t>(at)]);
         break;
       case SampleOrder::kSequential:
         index = static_cast<std::size_t>(at);
@@ -207,7 +241,7 @@ SamplerState DistributedSampler::state(std::optional<std::size_t> used) const {
   const std::int64_t mine = used ? static_cast<std::int64_t>(*used) : state_->drawn;
   if (mine > state_->count()) {
     throw UsageError(
-        {.rank = static_cast<int>(state_->rank), .operation = "DistributedSampler"},
+        {.rank = state_->global_rank, .operation = "DistributedSampler"},
         text::format("{} samples were said to be used, but this rank has {} in what is left of the "
                      "epoch.\nCount the samples since the last reset() or begin().",
                      mine, state_->count()));

@@ -5,11 +5,13 @@
 
 namespace lockstep {
 
-void seed_all(std::uint64_t seed, const World& world) {
+std::uint64_t rank_seed(std::uint64_t seed, const World& world) {
   const auto rank = static_cast<std::uint64_t>(world.rank());
   // Neighbouring seeds of neighbouring ranks must not meet.
-  at::manual_seed(rank == 0 ? seed : spread_bits(seed ^ spread_bits(rank)));
+  return rank == 0 ? seed : spread_bits(seed ^ spread_bits(rank));
 }
+
+void seed_all(std::uint64_t seed, const World& world) { at::manual_seed(rank_seed(seed, world)); }
 
 void deterministic(bool is_on) {
   at::globalContext().setDeterministicAlgorithms(is_on, /*warn_only=*/false);

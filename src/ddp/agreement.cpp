@@ -12,65 +12,78 @@
 namespace lockstep {
 namespace {
 
+// So much is brought from a device at once, and the host waits for it: this bounds the memory that
+// it takes there.
+constexpr std::size_t kPieceBytes = 64 << 20;
+
 // The bytes in the order of memory: strides are the same on all ranks, so order is, too.
-std::uint64_t hash_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.numel() == 0) return 0;
-  at::Tensor bytes = tensor.detach();
-  if (tensor.layout() != at::kStrided) bytes = bytes.to_dense();
-  if (!bytes.is_non_overlapping_and_dense()) bytes = bytes.contiguous();
-  bytes = bytes.cpu();
-  return hash_bytes(bytes.const_data_ptr(), bytes.nbytes());
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  at::Tensor dense = tensor.detach().resolve_conj().resolve_neg();
+  if (dense.layout() != at::kStrided) dense = dense.to_dense();
+  if (!dense.is_non_overlapping_and_dense()) dense = dense.contiguous();
+  return dense.as_strided({dense.numel()}, {1}).view(at::kByte);
 }
 
-bool is_same_everywhere(const World& world, std::uint64_t value) {
-  const at::Tensor all =
-      world.all_gather(at::tensor(static_cast<std::int64_t>(value), at::TensorOptions(at::kLong)));
-  return all.eq(static_cast<std::int64_t>(value)).all().item<bool>();
+std::int64_t hash_of(const at::Tensor& bytes) {
+  return static_cast<std::int64_t>(hash_bytes(bytes.const_data_ptr(), bytes.nbytes()));
 }
+
+// Hashes of tensors on devices: many come over in one copy.
+class FromDevices {
+ public:
+  explicit FromDevices(std::vector<std::int64_t>& hashes) : hashes_(hashes) {}
+
+  void add(const at::Tensor& bytes, std::size_t index) {
+    if (!pieces_.empty() &&
+        (bytes.device() != pieces_.front().device() || num_bytes_ + bytes.nbytes() > kPieceBytes)) {
+      flush();
+    }
+    pieces_.push_back(bytes);
+    indices_.push_back(index);
+    num_bytes_ += bytes.nbytes();
+  }
+
+  void flush() {
+    if (pieces_.empty()) return;
+    const at::Tensor all = (pieces_.size() == 1 ? pieces_.front() : at::cat(pieces_)).cpu();
+    std::int64_t begin = 0;
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
+      hashes_[indices_[i]] = hash_of(all.narrow(0, begin, pieces_[i].numel()));
+      begin += pieces_[i].numel();
+    }
+    pieces_.clear();
+    indices_.clear();
+    num_bytes_ = 0;
+  }
+
+ private:
+  std::vector<std::int64_t>& hashes_;
+  std::vector<at::Tensor> pieces_;
+  std::vector<std::size_t> indices_;
+  std::size_t num_bytes_ = 0;
+};
 
 }  // namespace
 
-void check_same_lines(const World& world, const std::vector<std::string>& lines,
-                      const std::string& what) {
-  const std::string mine = text::format("{}", text::join(lines, "\n"));
-  // All ranks answer alike: if one's hash differs from another's, nobody sees all equal.
-  if (is_same_everywhere(world, hash_bytes(mine.data(), mine.size()))) return;
-  std::vector<std::vector<std::string>> all;
-  for (const std::string& text : exchange_texts(world, mine)) {
-    auto& of_rank = all.emplace_back();
-    for (std::size_t at = 0; at <= text.size();) {
-      const std::size_t end = std::min(text.find('\n', at), text.size());
-      of_rank.push_back(text.substr(at, end - at));
-      at = end + 1;
-    }
-  }
-  int other = 0;
-  while (all[static_cast<std::size_t>(other)] == all[0]) ++other;
-  const auto& theirs = all[static_cast<std::size_t>(other)];
-  const auto line = [](const std::vector<std::string>& of_rank, std::size_t index) {
-    return index < of_rank.size() ? of_rank[index] : std::string("nothing more");
-  };
-  std::size_t first = 0;
-  while (line(all[0], first) == line(theirs, first)) ++first;
-  throw MismatchError({.rank = world.rank(),
-                       .peer = world.rank() == other ? 0 : other,
-                       .operation = "DistributedDataParallel"},
-                      text::format("{} differ between ranks. The first difference is\n"
-                                   "  rank 0: {}\n  rank {}: {}\n"
-                                   "Build the same model with the same options on all ranks.",
-                                   what, line(all[0], first), other, line(theirs, first)));
-}
-
 std::vector<std::int64_t> hashes_of(const std::vector<NamedTensor>& tensors) {
-  std::vector<std::int64_t> hashes;
-  for (const NamedTensor& one : tensors) {
-    hashes.push_back(static_cast<std::int64_t>(hash_of(one.tensor)));
+  std::vector<std::int64_t> hashes(tensors.size(), 0);
+  FromDevices from_devices(hashes);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i].tensor;
+    if (!tensor.defined() || tensor.numel() == 0) continue;
+    const at::Tensor bytes = bytes_of(tensor);
+    bytes.is_cpu() ? void(hashes[i] = hash_of(bytes)) : from_devices.add(bytes, i);
   }
+  from_devices.flush();
   return hashes;
 }
 
 std::uint64_t hash_of_all(const std::vector<std::int64_t>& hashes) {
   return hash_bytes(hashes.data(), hashes.size() * sizeof(std::int64_t));
+}
+
+bool has_same_tensors(const World& world, const std::vector<NamedTensor>& tensors) {
+  return is_same_everywhere(world, hash_of_all(hashes_of(tensors)));
 }
 
 std::vector<Difference> find_differences(const World& world,
@@ -81,7 +94,7 @@ std::vector<Difference> find_differences(const World& world,
   for (std::int64_t i = 0; i < differs.size(1); ++i) {
     Difference one{.index = static_cast<std::size_t>(i)};
     for (int rank = 0; rank < world.size(); ++rank) {
-      if (differs[rank][i].item<bool>()) one.ranks.push_back(rank);
+      if (differs[rank][i].item<bool>()) one.ranks.push_back(world.global_rank(rank));
     }
     if (!one.ranks.empty()) found.push_back(std::move(one));
   }
@@ -92,16 +105,17 @@ void check_same_tensors(const World& world, const std::vector<NamedTensor>& tens
                         std::int64_t step) {
   const std::vector<std::int64_t> hashes = hashes_of(tensors);
   if (is_same_everywhere(world, hash_of_all(hashes))) return;
-  const std::vector<Difference> found = find_differences(world, hashes);
+  const Difference found = find_differences(world, hashes).front();
   throw MismatchError(
-      {.rank = world.rank(),
-       .peer = static_cast<int>(found.front().ranks.front()),
+      {.rank = world.global_rank(),
+       .peer = static_cast<int>(found.ranks.front()),
        .step = step,
        .operation = "replica check"},
-      text::format("The replicas have drifted apart: {} is not the same on rank 0 and on rank {}.\n"
-                   "Make every change of parameters and buffers on all ranks alike: step with "
-                   "averaged gradients only, load checkpoints everywhere, seed equally.",
-                   tensors[found.front().index].name, text::join(found.front().ranks, ", ")));
+      text::format(
+          "The replicas have drifted apart: {} is not the same on rank {} and on rank {}.\n"
+          "Make every change of parameters and buffers on all ranks alike: step with "
+          "averaged gradients only, load checkpoints everywhere, seed equally.",
+          tensors[found.index].name, world.global_rank(0), text::join(found.ranks, ", ")));
 }
 
 }  // namespace lockstep

@@ -12,20 +12,16 @@ namespace lockstep {
 
 struct NamedTensor;
 
-// Collective. Throws MismatchError on all ranks if the lines differ: it shows the first line that
-// does, as rank 0 and as the first other rank have it.
-void check_same_lines(const World& world, const std::vector<std::string>& lines,
-                      const std::string& what);
-
 // A tensor whose bytes are not the same on all ranks.
 struct Difference {
   std::size_t index = 0;
-  std::vector<std::int64_t> ranks = {};  // that have not what rank 0 has
+  std::vector<std::int64_t> ranks = {};  // that have not what rank 0 has, as errors name them
 };
 // By tensor, of its bytes. Not collective.
 std::vector<std::int64_t> hashes_of(const std::vector<NamedTensor>& tensors);
 std::uint64_t hash_of_all(const std::vector<std::int64_t>& hashes);
 // Collective, with the same answer on all ranks.
+bool has_same_tensors(const World& world, const std::vector<NamedTensor>& tensors);
 std::vector<Difference> find_differences(const World& world,
                                          const std::vector<std::int64_t>& hashes);
 

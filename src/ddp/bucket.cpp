@@ -2,7 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <tuple>
+
+#include "world/host_memory.h"
 
 namespace lockstep {
 namespace {
@@ -36,14 +39,41 @@ bool Buckets::LessKey::operator()(const Key& a, const Key& b) const {
 
 at::Tensor Buckets::allocate(std::int64_t num_elements, const Key& key) const {
   const auto options = at::TensorOptions(c10::toRealValueType(key.first)).device(key.second);
-  const bool has_memory = key.second.is_cpu() && engine_->supportsTensorAlloc(key.second.index());
+  const bool has_memory = engine_->supportsTensorAlloc(key.second.index());
   at::Tensor memory = has_memory ? engine_->allocateTensor(num_elements, options)
                                  : at::empty({num_elements}, options);
   return memory.zero_();
 }
 
+void Buckets::lay_out_places() {
+  std::map<Key, std::int64_t, LessKey> longest;
+  for (const Bucket& bucket : buckets_) {
+    std::int64_t& length = longest[{bucket.flat.scalar_type(), bucket.flat.device()}];
+    length = std::max(length, bucket.flat.numel());
+  }
+  for (const auto& [key, length] : longest) {
+    at::Tensor& places = places_[key];
+    if (places.defined() && places.numel() >= 2 * length) continue;
+    places = at::Tensor();
+    places = allocate(2 * length, key);
+  }
+  std::map<Key, std::vector<std::size_t>, LessKey> users;
+  for (std::size_t i = 0; i < buckets_.size(); ++i) {
+    Bucket& bucket = buckets_[i];
+    const Key key(bucket.flat.scalar_type(), bucket.flat.device());
+    std::vector<std::size_t>& of_key = users[key];
+    if (of_key.size() >= 2) bucket.before = of_key[of_key.size() - 2];
+    const std::int64_t half = places_.at(key).numel() / 2;
+    bucket.own = bucket.wire =
+        places_.at(key).narrow(0, of_key.size() % 2 == 0 ? 0 : half, bucket.flat.numel());
+    of_key.push_back(i);
+  }
+}
+
 void Buckets::lay_out(const std::vector<BucketPlan>& plans, std::vector<Slot>& slots,
                       std::int64_t num_control, bool is_control_apart) {
+  // What follows reads and writes the memory of these, in the current stream.
+  for (Bucket& bucket : buckets_) bucket.writers.begin(bucket.flat.device());
   // Gradients that are in a bucket now, and will be elsewhere.
   std::vector<std::pair<Slot*, at::Tensor>> moving;
   for (Slot& slot : slots) {
@@ -52,6 +82,7 @@ void Buckets::lay_out(const std::vector<BucketPlan>& plans, std::vector<Slot>& s
       moving.emplace_back(&slot, grad.clone());
     }
     slot.view = at::Tensor();
+    slot.buckets.clear();
   }
   buckets_.clear();
 
@@ -68,8 +99,9 @@ void Buckets::lay_out(const std::vector<BucketPlan>& plans, std::vector<Slot>& s
     at::Tensor& arena = arenas_[key];
     if (!arena.defined() || arena.numel() < num_elements) {
       arena = at::Tensor();  // its memory first: the new one may take its place
-      arena = allocate(num_elements, key);
-    } else {
+      arena =
+          host_ ? allocate_on_host(*host_, num_elements, key.first) : allocate(num_elements, key);
+    } else if (!host_) {
       arena.zero_();  // padding is zero
     }
   }
@@ -88,9 +120,11 @@ void Buckets::lay_out(const std::vector<BucketPlan>& plans, std::vector<Slot>& s
                       : bucket.wire;
     for (std::size_t i = 0; i < plan.slots.size(); ++i) {
       Slot& slot = slots[plan.slots[i]];
-      slot.bucket = buckets_.size();
-      slot.view = place_in(bucket.flat, plan.offsets[i], slot);
+      slot.buckets.push_back(buckets_.size());
+      // The parts of one that is cut are one behind the other.
+      if (plan.firsts[i] == 0) slot.view = place_in(bucket.flat, plan.offsets[i], slot);
     }
+    bucket.own = bucket.flat;
     buckets_.push_back(std::move(bucket));
   }
   if (buckets_.empty() || is_control_apart) {
@@ -102,10 +136,12 @@ void Buckets::lay_out(const std::vector<BucketPlan>& plans, std::vector<Slot>& s
     last.wire =
         arenas_[key].narrow(0, used[key] - last.wire.numel(), last.wire.numel() + num_control);
   }
+  if (host_) lay_out_places();
   for (auto& [slot, gradient] : moving) {
     slot->view.copy_(gradient);
     slot->parameter.mutable_grad() = slot->view;
   }
+  for (Bucket& bucket : buckets_) bucket.writers.begin(bucket.flat.device());
 }
 
 }  // namespace lockstep

@@ -1,7 +1,8 @@
 // Buckets: the memory in which gradients live and travel, and each parameter's place in it.
 //
 // All buckets of one type and device lie one behind the other in one arena, of the engine's memory
-// where it has some, so that a new plan needs no new memory.
+// where it has some, so that a new plan needs no new memory. With Shard::kGradients the arena is
+// the host's, and what a rank gives is in one of two places that its buckets use in turn.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,10 +11,12 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "ddp/bucket_plan.h"
+#include "ddp/streams.h"
 
 namespace lockstep {
 
@@ -27,29 +30,35 @@ struct Slot {
   bool is_sparse = false;
 
   // As it was when it was wrapped.
-  SlotShape shape;
+  SlotShape shape;                   // of the gradient
+  at::ScalarType type = at::kFloat;  // of the parameter
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> strides;  // if these leave no gaps, else row by row
 
   at::Tensor view;  // the gradient's place in its bucket, in the parameter's sizes and strides
-  std::size_t bucket = 0;
+  std::vector<std::size_t> buckets;  // of its parts, in order; one, if it is not cut
 
   // Of the backward under way.
   bool has_fired = false;
   bool is_late = false;           // has fired again after its bucket was posted
   bool is_present = false;        // this rank gives a gradient
+  at::Tensor own;                 // Shard::kGradients: it, while not all parts have been sent
   std::uint64_t fingerprint = 0;  // of the parameter at the last local backward
 };
 
 struct Bucket {
   BucketPlan plan;
-  at::Tensor flat;  // the gradients
+  at::Tensor flat;  // the means
+  at::Tensor own;   // this rank's gradients before: the same memory, but with Shard::kGradients
   at::Tensor wire;  // what is sent: the same memory as real numbers, and for the last bucket
                     // the control numbers behind it
+  std::optional<std::size_t> before;  // the bucket that used the place of `own` last
 
   // Of the backward under way.
   std::size_t num_pending = 0;  // slots that have not fired
+  WriterStreams writers;        // since it was posted last
   bool is_posted = false;
+  bool is_taken = false;  // Shard::kGradients: the means are where they belong
   c10::intrusive_ptr<c10d::Work> work;
   std::function<void()> complete;  // a hook's
 };
@@ -57,6 +66,10 @@ struct Bucket {
 class Buckets {
  public:
   explicit Buckets(c10::intrusive_ptr<c10d::Backend> engine) : engine_(std::move(engine)) {}
+
+  // From now on the ranks of `host` have the means once. Then lay_out() is collective where it
+  // needs more memory, which the first one does.
+  void share(const World& host) { host_ = host; }
 
   // Lays out the slots by `plans`, with room for `num_control` numbers behind the last bucket (or
   // in memory of their own, if they do not travel with it). Gradients that live in a bucket move
@@ -76,9 +89,13 @@ class Buckets {
 
   at::Tensor allocate(std::int64_t num_elements, const Key& key) const;
 
+  void lay_out_places();
+
   c10::intrusive_ptr<c10d::Backend> engine_;
+  std::optional<World> host_;
   std::vector<Bucket> buckets_;
   std::map<Key, at::Tensor, LessKey> arenas_;  // of real numbers
+  std::map<Key, at::Tensor, LessKey> places_;  // two of them, for buckets in turn
   at::Tensor control_;
 };
 

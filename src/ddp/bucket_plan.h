@@ -22,18 +22,23 @@ struct SlotShape {
 struct BucketPlan {
   std::vector<std::size_t> slots;     // in the order of their gradients
   std::vector<std::int64_t> offsets;  // of each slot, in elements; each begins a cache line
-  std::int64_t num_elements = 0;      // with the padding between slots, which is zero
+  std::vector<std::int64_t> firsts;   // element of each slot that is there, 0 unless it was cut
+  std::vector<std::int64_t> counts;   // how many of its elements are there
+  std::int64_t num_elements = 0;      // with the padding between slots
 };
 
 struct PlanLimits {
   std::size_t bucket_bytes = 0;
   std::size_t first_bucket_bytes = 0;
+  // A larger tensor is cut into parts of this size, one behind the other. 0: none is cut.
+  std::size_t part_bytes = 0;
 };
 
 // Fills buckets in the given order of slots, one open bucket per type and device; a bucket is
-// closed once it holds the limit, so a tensor is never cut. The limit is also half of what is left,
-// but not less than the first bucket's: so the last buckets, which travel when backward has ended
-// and nothing hides them, are small. Buckets come in the order in which they will be complete.
+// closed once it holds the limit, so a tensor is not cut for that. The limit is also half of what
+// is left, but not less than the first bucket's: so the last buckets, which travel when backward
+// has ended and nothing hides them, are small. Buckets come in the order in which they will be
+// complete.
 std::vector<BucketPlan> plan_buckets(const std::vector<SlotShape>& shapes,
                                      const std::vector<std::size_t>& order,
                                      const PlanLimits& limits);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string_view>
 
 #include "base/text.h"
@@ -25,7 +26,7 @@ constexpr std::string_view kOfHook = "hook.";
 
 void Reducer::accumulate(int k) {
   if (k < 1) {
-    throw UsageError({.rank = world_.rank(), .operation = "accumulate"},
+    throw UsageError({.rank = world_.global_rank(), .operation = "accumulate"},
                      text::format("accumulate({}) was asked for.\nGive 1 or more.", k));
   }
   const MutexLock lock(mutex_);
@@ -36,44 +37,107 @@ void Reducer::accumulate(int k) {
 void Reducer::discard() {
   const MutexLock lock(mutex_);
   for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+  if (shards_) {
+    shards_->set_gradients({});
+    shards_->set_local(false);
+  }
   num_local_ = 0;
 }
 
 void Reducer::set_weight(double samples) {
   if (!(samples >= 0) || std::isinf(samples)) {
     throw UsageError(
-        {.rank = world_.rank(), .operation = "set_weight"},
+        {.rank = world_.global_rank(), .operation = "set_weight"},
         text::format("set_weight({}) was asked for.\nGive the number of samples.", samples));
   }
   const MutexLock lock(mutex_);
   weight_ = samples;
 }
 
-void Reducer::join(const std::function<void()>& step) {
-  if (world_.size() == 1) return;
-  const MutexLock lock(mutex_);
-  const at::NoGradGuard no_grad;
-  if (step_.phase != Phase::kIdle) abandon();
+// This rank does what those do that have data, which differs between models of one loss and models
+// with backwards of their own. Models of one loss are all begun before the first is finished, and
+// all finished whatever happens to one (finish_all); after an error of a backward of its own, the
+// next one's does not come. Numbers of earlier steps tell which it is (is_followed).
+void Reducer::join(const std::vector<Reducer*>& reducers, const std::function<void()>& step,
+                   const UnevenOptions& options) {
   // Whatever happens, this rank takes part again in what comes after.
-  const auto leave = c10::make_scope_exit(
-      [this]() LOCKSTEP_REQUIRES(mutex_) { is_joined_ = needs_state_ = false; });
-  needs_state_ = !step;
-  // Gradients that were added up locally are not lost: the first round takes them along.
-  is_joined_ = num_local_ == 0;
+  const auto leave = c10::make_scope_exit([&] {
+    for (Reducer* const one : reducers) one->leave_join();
+  });
+  for (Reducer* const one : reducers) one->enter_join(!step, options);
+  bool has_data = false;
+  bool must_stop = false;
   do {
-    if (is_joined_) {
-      for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
-      weight_ = 0;
+    has_data = must_stop = false;
+    std::exception_ptr first;
+    auto next = reducers.begin();  // to begin
+    for (auto one = reducers.begin(); one != reducers.end(); ++one) {
+      try {
+        while (next != reducers.end() &&
+               (next <= one || is_followed(std::prev(next), reducers.end()))) {
+          (*next++)->begin_round();
+        }
+        has_data |= (*one)->finish_round();
+        must_stop |= (*one)->must_stop();
+      } catch (...) {
+        if (!first) first = std::current_exception();
+        if (!is_followed(one, reducers.end())) break;
+      }
     }
-    begin_step(Phase::kSynchronised);
-    finish();
-    if (numbers_.num_active() > 0 && step) {
+    if (first) std::rethrow_exception(first);
+    if (has_data && step) {
       const at::AutoGradMode grad_mode(true);
       step();
     }
-    is_joined_ = true;
-  } while (numbers_.num_active() > 0 && !must_stop_);
-  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+  } while (has_data && !must_stop);
+  for (Reducer* const one : reducers) one->discard();
+}
+
+// Before the first step nobody has told. Then models are begun early only if the others could wait
+// for that in the middle of their backward, which is for a later one's weights; if they do not, and
+// the one before it fails, it stays begun, and its next step is dropped on all ranks, with the
+// reason (abandon).
+bool Reducer::is_followed(std::vector<Reducer*>::const_iterator one,
+                          std::vector<Reducer*>::const_iterator end) {
+  const Reducer& self = **one;
+  const MutexLock lock(self.mutex_);
+  return self.is_followed_.value_or(
+      std::any_of(std::next(one), end, [](const Reducer* later) { return later->weighs_first_; }));
+}
+
+void Reducer::enter_join(bool needs_state, const UnevenOptions& options) {
+  const MutexLock lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (step_.phase != Phase::kIdle) abandon();
+  needs_state_ = needs_state && options_.optimizer == nullptr;  // which takes the others' steps
+  uneven_ = options;
+  // Gradients that were added up locally are not lost: the first round takes them along.
+  is_joined_ = num_local_ == 0;
+}
+
+void Reducer::begin_round() {
+  const MutexLock lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (is_joined_) {
+    for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+    weight_ = uneven_.divide_by_initial_world_size ? last_weight_ : 0;
+  }
+  begin_step(Phase::kSynchronised);
+  step_.is_of_join = true;
+}
+
+bool Reducer::finish_round() {
+  const MutexLock lock(mutex_);
+  const at::NoGradGuard no_grad;
+  finish();
+  is_joined_ = true;
+  return numbers_.num_active() > 0;
+}
+
+void Reducer::leave_join() {
+  const MutexLock lock(mutex_);
+  is_joined_ = needs_state_ = false;
+  uneven_ = {};
 }
 
 void Reducer::check_replicas() {
@@ -127,7 +191,7 @@ HookState Reducer::hook_state() const {
 
 void Reducer::check_hook_state(const HookState& state) const {
   const MutexLock lock(mutex_);
-  const ErrorPlace place{.rank = world_.rank(), .operation = "load_hook_state"};
+  const ErrorPlace place{.rank = world_.global_rank(), .operation = "load_hook_state"};
   if (!options_.hook) {
     throw UsageError(place,
                      "There is the state of a comm hook, and this model has no hook.\nGive "

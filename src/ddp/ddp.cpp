@@ -11,33 +11,10 @@
 #include "base/purpose.h"
 #include "base/text.h"
 #include "ddp/reducer.h"
+#include "world/each_once.h"
 
 namespace lockstep {
 namespace {
-
-// Tied parameters count once, under the first of their names.
-template <typename Dict>
-std::vector<NamedTensor> each_once(const Dict& named) {
-  std::vector<NamedTensor> tensors;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const auto& one : named) {
-    if (one.value().defined() && seen.insert(one.value().unsafeGetTensorImpl()).second) {
-      tensors.push_back({one.key(), one.value()});
-    }
-  }
-  return tensors;
-}
-
-std::vector<NamedTensor> each_once(const std::vector<NamedTensor>& named) {
-  std::vector<NamedTensor> tensors;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const NamedTensor& one : named) {
-    if (one.tensor.defined() && seen.insert(one.tensor.unsafeGetTensorImpl()).second) {
-      tensors.push_back(one);
-    }
-  }
-  return tensors;
-}
 
 // Embeddings that say so have sparse gradients.
 std::vector<std::string> sparse_names(const torch::nn::Module& model,
@@ -78,7 +55,7 @@ void check_ignored(const ModelView& all, const World& world, const DdpOptions& o
     if (without(all.parameters(), {name}).size() + without(all.buffers(), {name}).size() < before) {
       continue;
     }
-    throw UsageError({.rank = world.rank(), .operation = "DistributedDataParallel"},
+    throw UsageError({.rank = world.global_rank(), .operation = "DistributedDataParallel"},
                      text::format("DdpOptions::ignored names {}, and the model has nothing of that "
                                   "name.\nUse names of named_modules(), named_parameters() or "
                                   "named_buffers().",
@@ -107,7 +84,7 @@ void ReducerDeleter::operator()(Reducer* reducer) const { delete reducer; }
 DistributedDataParallel::DistributedDataParallel(std::shared_ptr<torch::nn::Module> model,
                                                  World world, DdpOptions options) {
   if (!model) {
-    throw UsageError({.rank = world.rank(), .operation = "DistributedDataParallel"},
+    throw UsageError({.rank = world.global_rank(), .operation = "DistributedDataParallel"},
                      "There is no model: the pointer is empty.\nMake the model first.");
   }
   const ModelView all = {.parameters = [model] { return each_once(model->named_parameters()); },
@@ -155,7 +132,16 @@ NoSync DistributedDataParallel::no_sync() { return reducer_->no_sync(); }
 void DistributedDataParallel::accumulate(int k) { reducer_->accumulate(k); }
 void DistributedDataParallel::discard() { reducer_->discard(); }
 void DistributedDataParallel::set_weight(double samples) { reducer_->set_weight(samples); }
-void DistributedDataParallel::join(const std::function<void()>& step) { reducer_->join(step); }
+void DistributedDataParallel::join(const std::function<void()>& step,
+                                   const UnevenOptions& options) {
+  lockstep::join({this}, step, options);
+}
+std::vector<NamedTensor> DistributedDataParallel::full_gradients() const {
+  return reducer_->full_gradients();
+}
+void DistributedDataParallel::change_parameters(const std::function<void()>& change) {
+  reducer_->change_parameters(change);
+}
 void DistributedDataParallel::check_replicas() { reducer_->check_replicas(); }
 int DistributedDataParallel::num_pending() const { return reducer_->num_pending(); }
 
@@ -173,6 +159,22 @@ void DistributedDataParallel::check_hook_state(const HookState& state) const {
 }
 void DistributedDataParallel::load_hook_state(const HookState& state) {
   reducer_->load_hook_state(state);
+}
+
+void join(const std::vector<DistributedDataParallel*>& models, const std::function<void()>& step,
+          const UnevenOptions& options) {
+  std::vector<Reducer*> reducers;
+  for (const DistributedDataParallel* const model : models) {
+    const bool is_twice =
+        model && std::ranges::find(reducers, model->reducer_.get()) != reducers.end();
+    if (!model || is_twice) {
+      throw UsageError({.operation = "join"},
+                       text::format("A model {}.\nGive each wrapped model once.",
+                                    is_twice ? "is there twice" : "is a null pointer"));
+    }
+    if (model->reducer_->is_distributed()) reducers.push_back(model->reducer_.get());
+  }
+  if (!reducers.empty()) Reducer::join(reducers, step, options);
 }
 
 }  // namespace lockstep

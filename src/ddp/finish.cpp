@@ -13,7 +13,6 @@
 #include "ddp/sparse.h"
 #include "world/exchange.h"
 #include "world/packed.h"
-#include "world/translate.h"
 
 namespace lockstep {
 
@@ -23,9 +22,26 @@ bool Reducer::is_check_due() const {
   return options_.check_every > 0 && (stats_.steps() + 1) % options_.check_every == 0;
 }
 
-// Backward has ended: what is missing is posted, and the numbers.
-void Reducer::post_rest() {
-  if (step_.is_at_end) return;
+// Backward has ended: what is missing is posted, and the numbers. Without a wait, buckets that have
+// no place yet are left, and what comes after them.
+void Reducer::post_rest(bool may_wait) {
+  if (!step_.is_at_end) end_of_backward();
+  if (step_.is_all_posted) return;
+  post_ready(may_wait ? Until::kEnd : Until::kFirstWait);
+  if (step_.num_posted < buckets_.all().size()) return;
+  step_.is_all_posted = true;
+  take_weights();                                              // if there is no bucket
+  if (!buckets_.all().empty() && !are_numbers_apart_) return;  // they are behind the last bucket
+  note_failures();
+  try {
+    write_numbers();
+    step_.numbers_work = start_mean(buckets_.control(), world_);
+  } catch (...) {
+    explain(std::current_exception(), "the last numbers of a step");
+  }
+}
+
+void Reducer::end_of_backward() {
   step_.is_at_end = true;
   step_.wait_began = StepStats::Clock::now();
   const bool is_complete =
@@ -33,21 +49,22 @@ void Reducer::post_rest() {
   if (step_.problem.empty() && !is_joined_ && (!is_complete || is_check_due())) {
     note_problem(watch_.find_addition(slots_));
   }
-  post_ready(true);
-  take_weights();                                         // if there is no bucket
-  if (!buckets_.all().empty() && !options_.hook) return;  // they are behind the last bucket
-  try {
-    write_numbers();
-    step_.numbers_work = start_mean(buckets_.control());
-  } catch (...) {
-    explain(std::current_exception(), "all_reduce of the last numbers of a step");
-  }
+  if (options_.optimizer != nullptr) note_changed_optimizer();
 }
 
 void Reducer::finish() {
-  post_rest();
+  post_rest(true);
+  try {
+    finish_posted();
+  } catch (const Error& error) {
+    if (step_.phase != Phase::kIdle) drop_failed_step(error.kind());
+    throw;
+  }
+}
+
+void Reducer::finish_posted() {
   // On their own, the numbers are looked at first: a step that is dropped leaves no traces in a
-  // hook.
+  // hook. A rank that is lost is found by them, too, where the host does not wait for buckets.
   const auto wait_began = step_.wait_began;
   const bool is_due = is_check_due();
   const bool is_apart = step_.numbers_work != nullptr;
@@ -58,58 +75,108 @@ void Reducer::finish() {
       wait_for_all();
     }
   } catch (const Error&) {
-    drop_step();
     throw;
   } catch (...) {
-    explain(std::current_exception(), "all_reduce of the last numbers of a step");
+    explain(std::current_exception(), "the last numbers of a step");
   }
   numbers_.read_from(buckets_.control());
+  if (numbers_.num_active() > 0) is_followed_ = numbers_.any(Flag::kFollowed);
   // Not while a rank without steps of its own is behind: it could not save.
   must_stop_ = numbers_.any(Flag::kStop) && !numbers_.any(Flag::kNeedsState);
   if (numbers_.any(Flag::kProblem)) throw_problems();
   if (numbers_.num_active() == 0) {  // nobody has data any more: this was the last round
-    if (numbers_.any(Flag::kNeedsState)) take_state_from(numbers_.first_active());
+    order_after_posted();
+    if (numbers_.any(Flag::kNeedsState)) take_state_from(numbers_.first_active(), true);
     return end_step();
   }
-  if (is_apart) wait_for_all();
-  const auto all_done = StepStats::Clock::now();
-  if (!buckets_.all().empty()) {
-    first_gradients_.compare(buckets_.all().front().flat, stats_.steps(), numbers_, world_.rank(),
-                             world_.size());
+  if (numbers_.any(Flag::kEndsEarly)) throw_early_end();
+  // Late gradients need all means first, and a first step tells whether ranks have data of their
+  // own.
+  const bool is_by_bucket =
+      options_.optimizer != nullptr && stats_.steps() > 0 && !numbers_.any(Flag::kLate);
+  if (is_apart && !is_by_bucket) wait_for_all();
+  auto all_done = StepStats::Clock::now();
+  find_scale();
+  if (is_by_bucket) {
+    step_bucket_by_bucket();
+    all_done = StepStats::Clock::now();
+  } else {
+    if (!buckets_.all().empty()) {
+      first_gradients_.compare(my_part(buckets_.all().front().flat), stats_.steps(), numbers_,
+                               world_);
+    }
+    for (Bucket& bucket : buckets_.all()) scale(bucket);
+    if (numbers_.any(Flag::kLate)) add_late();
+    for (std::size_t i = 0; i < slots_.size(); ++i) hand_out(i);
+    if (shares_gradients()) hand_out_shared();
+    if (options_.optimizer != nullptr) step_in_backward();
   }
-  scale_by_weights();
-  if (numbers_.any(Flag::kLate)) add_late();
-  hand_out_gradients();
   if (has_buffers_ && options_.buffers != BufferSync::kOff) sync_buffers();
   stats_.end(numbers_, world_.size(), buckets_.all(), hook_comm_.bytes_sent(), wait_began,
              all_done);
   order_.agree(world_, slots_);
+  keep_unfinished();
   end_step();
+  if (options_.hook) options_.hook->end_step();
   // A rank that joined without steps of its own is behind until the end.
-  if (is_due && world_.size() > 1 && !numbers_.any(Flag::kNeedsState))
-    check_same_tensors(world_, state(), stats_.steps());
+  if (is_due && !numbers_.any(Flag::kNeedsState)) compare_replicas();
   stats_.end_step();
 }
 
-// The one place where a step ends, however it does.
+// Those that must be equal: of all ranks, or of a part each. All ranks hear of a part that is not.
+void Reducer::compare_replicas() {
+  if (world_.size() == 1) return;
+  if (!options_.hook || !options_.hook->is_local()) {
+    return check_same_tensors(world_, state(), stats_.steps());
+  }
+  const std::optional<World> part = options_.hook->part();
+  if (!part) return;
+  std::string difference;
+  try {
+    check_same_tensors(*part, state(), stats_.steps());
+  } catch (const MismatchError&) {
+    difference = to_text(cause_of(std::current_exception(), world_.global_rank()));
+  }
+  throw_first_cause(
+      world_, exchange_texts(world_, difference),
+      {.rank = world_.global_rank(), .step = stats_.steps(), .operation = "replica check"});
+}
+
+// The one place where a step ends, however it does. The current stream is behind all that was done
+// to the buckets, and who writes there next comes behind it.
 void Reducer::end_step() {
+  for (Bucket& bucket : buckets_.all()) bucket.writers.begin(bucket.flat.device());
   step_ = {};
   hook_comm_.end_step();
   num_local_ = 0;
+  if (shards_) shards_->set_local(false);
 }
 
 void Reducer::wait_for_all() {
-  auto& buckets = buckets_.all();
-  for (Bucket& bucket : buckets) {
-    try {
-      if (bucket.complete) {
+  for (Bucket& bucket : buckets_.all()) wait_for(bucket);
+}
+
+void Reducer::wait_for(Bucket& bucket) {
+  if (bucket.is_taken) return;
+  try {
+    if (bucket.complete) {
+      {
+        const auto in_stream = hook_stream_.enter(bucket.flat.device());
         bucket.complete();
-      } else {
-        bucket.work->wait();
       }
-    } catch (...) {
-      explain(std::current_exception(), text_of(bucket));
+      hook_stream_.order_before_current(bucket.flat.device());
+    } else {
+      try {
+        bucket.work->wait();
+      } catch (...) {
+        // The numbers have gone: what fails from here on is a later step's error, on all ranks.
+        if (!has_streams(bucket.flat.device()) || !bucket.work->exception()) throw;
+      }
     }
+    keep_for_current_stream(bucket.flat);
+    if (shares_gradients()) take_out(bucket);
+  } catch (...) {
+    explain(std::current_exception(), text_of(bucket));
   }
 }
 
@@ -119,6 +186,9 @@ void Reducer::write_numbers() {
   numbers_.set(Flag::kWeighted, step_.weight != 1);
   numbers_.set(Flag::kNeedsState, needs_state_);
   numbers_.set(Flag::kDiffers, first_gradients_.differ());
+  numbers_.set(Flag::kEndsEarly, is_joined_ && uneven_.throw_on_early_termination);
+  numbers_.set(Flag::kFollowed, step_.is_followed);
+  numbers_.set(Flag::kBroken, step_.is_broken);
   numbers_.set(Flag::kStop, is_asked_to_stop_ && is_asked_to_stop_());
   numbers_.set_active(!is_joined_);
   numbers_.set_step_ms(stats_.ms_since_last_step());
@@ -133,46 +203,26 @@ void Reducer::write_numbers() {
   numbers_.write_to(buckets_.control());
 }
 
-// Every rank throws the same: the first rank's problem.
-void Reducer::throw_problems() {
-  const Cause mine{
-      .kind = ErrorKind::kUsage,
-      .rank = world_.rank(),
-      .message = step_.problem + "\nThe gradients of this step are dropped on all ranks."};
-  const std::vector<std::string> causes =
-      exchange_texts(world_, step_.problem.empty() ? std::string() : to_text(mine));
-  drop_step();
-  throw_first_cause(world_, causes,
-                    {.rank = world_.rank(), .step = stats_.steps(), .operation = operation()});
-}
-
-// No gradient of a step that failed may be taken for an averaged one.
-void Reducer::drop_step() {
-  for (Slot& slot : slots_) {
-    if (slot.is_sparse || buckets_.all()[slot.bucket].is_posted) {
-      slot.parameter.mutable_grad() = at::Tensor();
-    }
-  }
-  end_step();
-}
-
 // The mean was taken as if all ranks had weight 1. Weights are whole numbers that need more digits
 // than a bf16 bucket has, so they are added up apart: here, only in steps that use them, or ahead
 // of all buckets (weighs_first_).
-void Reducer::scale_by_weights() {
+void Reducer::find_scale() {
   if (!numbers_.any(Flag::kWeighted)) return;
   const auto total = weighs_first_
                          ? step_.weights[0].item<double>()
                          : world_.all_reduce(at::tensor(step_.weight, at::kDouble)).item<double>();
-  if (total == 0) {
+  if (total == 0 && !step_.part) {  // of a part: take_weights()
     drop_step();
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = operation()},
-                     "All ranks gave the weight 0: a mean of no samples does not exist.\n"
-                     "Leave out the step, on all ranks, or call join() on ranks out of data.");
+    throw UsageError(
+        {.rank = world_.global_rank(), .step = stats_.steps(), .operation = operation()},
+        "All ranks gave the weight 0: a mean of no samples does not exist.\n"
+        "Leave out the step, on all ranks, or call join() on ranks out of data.");
   }
   step_.scale = !weighs_first_ ? world_.size() / total : options_.hook ? 1 : world_.size();
-  if (step_.scale == 1) return;
-  for (Bucket& bucket : buckets_.all()) bucket.flat.mul_(step_.scale);
+}
+
+void Reducer::scale(Bucket& bucket) {
+  if (step_.scale != 1) my_part(bucket.flat).mul_(step_.scale);
 }
 
 // Gradients that came after their bucket was posted (a backward within backward, used twice) make a
@@ -183,32 +233,38 @@ void Reducer::add_late() {
     for (std::size_t i = 0; i < bucket.plan.slots.size(); ++i) {
       const Slot& slot = slots_[bucket.plan.slots[i]];
       if (!slot.is_late) continue;
-      const at::Tensor place = more.narrow(0, bucket.plan.offsets[i], slot.view.numel());
-      place.as_strided(slot.view.sizes(), slot.view.strides(), place.storage_offset())
-          .copy_(slot.parameter.grad());
+      const at::Tensor place = more.narrow(0, bucket.plan.offsets[i], bucket.plan.counts[i]);
+      place.copy_(flat_of(slot, slot.parameter.grad())
+                      .narrow(0, bucket.plan.firsts[i], bucket.plan.counts[i]));
     }
     weigh(more, step_.factor);
     try {
-      start_mean(more.is_complex() ? at::view_as_real(more) : more)->wait();
+      if (!step_.is_own) {
+        auto work = start_mean(more.is_complex() ? at::view_as_real(more) : more, sharers());
+        work->wait();
+        if (has_streams(more.device())) {
+          unfinished_.add(std::move(work), "all_reduce",
+                          text::format("{} of step {}", text_of(bucket), stats_.steps()));
+        }
+      }
     } catch (...) {
       explain(std::current_exception(), text_of(bucket));
     }
-    bucket.flat.add_(more, step_.scale);
+    my_part(bucket.flat).add_(my_part(more), step_.scale);
   }
 }
 
-// A parameter that has a gradient on any rank has the mean on all; one that has none keeps none.
-void Reducer::hand_out_gradients() {
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    Slot& slot = slots_[i];
-    if (!numbers_.is_present(i)) {
-      slot.parameter.mutable_grad() = at::Tensor();
-    } else if (slot.is_sparse) {
-      slot.parameter.mutable_grad() =
-          mean_of_sparse(world_, slot.parameter.grad(), slot.parameter, step_.factor, step_.scale);
-    } else {
-      slot.parameter.mutable_grad() = slot.view;
-    }
+// A parameter that has a gradient on any rank has the mean on all, or in each part; one that has
+// none keeps none. Where gradients stay each rank's own, sparse ones are where they are.
+void Reducer::hand_out(std::size_t index) {
+  const Slot& slot = slots_[index];
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (!numbers_.is_present(index)) {
+    grad = at::Tensor();
+  } else if (!slot.is_sparse) {
+    grad = shares_gradients() ? at::Tensor() : slot.view;
+  } else if (!step_.is_own) {
+    grad = mean_of_sparse(sharers(), grad, slot.parameter, step_.factor, step_.scale);
   }
 }
 
@@ -228,12 +284,18 @@ void Reducer::sync_buffers() {
   move_packed(copied, [&](const at::Tensor& packed) { world_.broadcast(packed, root); });
 }
 
-void Reducer::take_state_from(int root) {
+void Reducer::take_state_from(int root, bool are_apart) {
   std::vector<at::Tensor> tensors;
   for (const Slot& slot : slots_) tensors.push_back(slot.parameter);
   for (const NamedTensor& one : watch_.frozen()) tensors.push_back(one.tensor);
+  const std::size_t num_parameters = tensors.size();
   for (const NamedTensor& one : watch_.buffers()) tensors.push_back(one.tensor);
   move_packed(tensors, [&](const at::Tensor& packed) { world_.broadcast(packed, root); });
+  // On the root, too: what is derived from them is then the same on all. Parameters that were equal
+  // before are not written: master weights that were loaded with them stay.
+  if (!are_apart)
+    tensors.erase(tensors.begin(), tensors.begin() + static_cast<std::ptrdiff_t>(num_parameters));
+  mark_written(tensors);
 }
 
 // What must be the same on all ranks.
@@ -245,31 +307,6 @@ std::vector<NamedTensor> Reducer::state() const {
     for (NamedTensor& one : watch_.buffers()) all.push_back(std::move(one));
   }
   return all;
-}
-
-std::string Reducer::text_of(const Bucket& bucket) const {
-  const std::size_t index = static_cast<std::size_t>(&bucket - buckets_.all().data());
-  const std::size_t more = bucket.plan.slots.size() - 1;
-  const auto kib = static_cast<double>(bucket.flat.nbytes()) / 1024;
-  return text::format("all_reduce of bucket {}{} ({}{}, {:.1f} {})", index,
-                      options_.name.empty() ? "" : " of " + options_.name,
-                      slots_[bucket.plan.slots.front()].name,
-                      more == 0 ? "" : text::format(" and {} more", more),
-                      kib < 1024 ? kib : kib / 1024, kib < 1024 ? "KiB" : "MiB");
-}
-
-void Reducer::explain(std::exception_ptr error, const std::string& what) {
-  drop_step();
-  try {
-    rethrow_translated(error, world_.members(), world_.rank(), "all_reduce", what);
-  } catch (const Error& known) {
-    throw_error(known.kind(),
-                {.rank = world_.rank(),
-                 .peer = known.peer(),
-                 .step = stats_.steps(),
-                 .operation = operation()},
-                text::format("{} failed.\n{}", what, known.message()));
-  }
 }
 
 }  // namespace lockstep

@@ -11,17 +11,18 @@ void FirstGradients::keep(const at::Tensor& flat) {
 }
 
 void FirstGradients::compare(const at::Tensor& mean, std::int64_t step, const StepNumbers& numbers,
-                             int rank, int num_ranks) {
+                             const World& world) {
   if (own_.defined()) {
     const auto largest = mean.abs().max().item<double>();
     const auto difference = (own_ - mean).abs().max().item<double>();
     differ_ = !(largest > 0 && difference <= 1e-6 * largest);
     own_.reset();
-  } else if (step == 1 && !numbers.any(StepNumbers::kDiffers) && rank == 0) {
-    Log(rank).warning(
-        "All ranks had the same gradients in the first step: they seem to read the same data, "
-        "and do the same work {} times. Give each its own part, with DistributedSampler.",
-        num_ranks);
+  } else if (step == 1 && !numbers.any(StepNumbers::kDiffers) && world.rank() == 0) {
+    Log(world.global_rank())
+        .warning(
+            "All ranks had the same gradients in the first step: they seem to read the same data, "
+            "and do the same work {} times. Give each its own part, with DistributedSampler.",
+            world.size());
   }
 }
 

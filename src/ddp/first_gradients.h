@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <lockstep/world.h>
 
 #include "ddp/step_numbers.h"
 
@@ -18,8 +19,8 @@ class FirstGradients {
   // Whether they were other than the mean.
   bool differ() const { return differ_; }
   // After a step: `mean` is the first bucket's. Warns on rank 0 in the second step.
-  void compare(const at::Tensor& mean, std::int64_t step, const StepNumbers& numbers, int rank,
-               int num_ranks);
+  void compare(const at::Tensor& mean, std::int64_t step, const StepNumbers& numbers,
+               const World& world);
 
  private:
   at::Tensor own_;

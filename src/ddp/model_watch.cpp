@@ -7,9 +7,7 @@
 #include "base/text.h"
 
 namespace lockstep {
-namespace {
 
-// Changes when an optimizer has stepped. Version counters do not: LibTorch's SGD writes to .data().
 std::uint64_t fingerprint_of(const at::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.numel() == 0) return tensor._version();
   const std::size_t bytes =
@@ -22,8 +20,6 @@ std::uint64_t fingerprint_of(const at::Tensor& tensor) {
   }
   return hash;
 }
-
-}  // namespace
 
 void ModelWatch::take_fingerprints(std::vector<Slot>& slots) {
   for (Slot& slot : slots) slot.fingerprint = fingerprint_of(slot.parameter);
@@ -38,7 +34,7 @@ std::string ModelWatch::find_change(const std::vector<Slot>& slots, bool has_pen
           "wrapping.\nCall rewrap(), on all ranks.",
           slot.name);
     }
-    if (parameter.scalar_type() != slot.shape.type || parameter.device() != slot.shape.device ||
+    if (parameter.scalar_type() != slot.type || parameter.device() != slot.shape.device ||
         parameter.sizes() != at::IntArrayRef(slot.sizes)) {
       return text::format(
           "The parameter {} has other data than when it was wrapped: it was moved, "

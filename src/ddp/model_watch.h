@@ -6,6 +6,7 @@
 
 #include <lockstep/ddp.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -19,6 +20,10 @@ struct ModelView {
   std::function<std::vector<NamedTensor>()> parameters;  // each tensor once
   std::function<std::vector<NamedTensor>()> buffers;
 };
+
+// Changes when a tensor is written, as far as its version or a sample of its bytes tells. Version
+// counters alone do not: LibTorch's SGD writes to .data().
+std::uint64_t fingerprint_of(const at::Tensor& tensor);
 
 class ModelWatch {
  public:

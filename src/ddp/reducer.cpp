@@ -1,4 +1,4 @@
-// The reducer while backward runs: gradients arrive, are moved into buckets, buckets are posted.
+// The reducer while backward runs: it begins, gradients arrive, it ends.
 
 #include "ddp/reducer.h"
 
@@ -10,12 +10,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "ddp/agreement.h"
 #include "ddp/gradient_hook.h"
+#include "ddp/reduce_type.h"
+#include "world/exchange.h"
 
 namespace lockstep {
 namespace {
@@ -23,8 +24,10 @@ namespace {
 std::atomic<int> next_number = 0;
 
 std::string line_of(const std::string& role, const NamedTensor& one) {
-  return text::format("{} {} {} {} strides {}{}", role, one.name,
+  // The kind of device: its index is a rank's own.
+  return text::format("{} {} {} {} on {}, strides {}{}", role, one.name,
                       c10::toString(one.tensor.scalar_type()), c10::str(one.tensor.sizes()),
+                      c10::DeviceTypeName(one.tensor.device().type(), /*lower_case=*/true),
                       c10::str(one.tensor.strides()),
                       one.tensor.requires_grad() ? ", trained" : "");
 }
@@ -35,9 +38,12 @@ std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters
                                       const DdpOptions& options) {
   std::vector<std::string> lines = {text::format(
       "options: bucket_bytes {}, first_bucket_bytes {}, buffers {}, check_every {}, "
-      "hook {}, name '{}'",
+      "hook {}, reduce_type {}, optimizer {}, shard {}, name '{}'",
       options.bucket_bytes, options.first_bucket_bytes, static_cast<int>(options.buffers),
-      options.check_every, options.hook ? options.hook->text() : "none", options.name)};
+      options.check_every, options.hook ? options.hook->text() : "none",
+      options.reduce_type ? c10::toString(*options.reduce_type) : "none",
+      options.optimizer == nullptr ? "none" : "in backward", static_cast<int>(options.shard),
+      options.name)};
   for (const NamedTensor& one : parameters) lines.push_back(line_of("parameter", one));
   for (const NamedTensor& one : buffers) lines.push_back(line_of("buffer", one));
   for (const std::string& name : sparse) lines.push_back("sparse " + name);
@@ -51,13 +57,6 @@ std::string label_of(const ModelView& model, int number, const std::string& name
   if (parameters.empty()) return text::format("wrapped model {}", number);
   return text::format("wrapped model {} ({} and {} more)", number, parameters.front().name,
                       parameters.size() - 1);
-}
-
-// Whether memory can be copied byte by byte from one to the other.
-bool has_same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_cpu() && b.is_cpu() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-         a.strides() == b.strides() && a.is_non_overlapping_and_dense() && !a.is_conj() &&
-         !a.is_neg();
 }
 
 }  // namespace
@@ -74,28 +73,37 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   const std::vector<NamedTensor> parameters = watch_.parameters();
   if (world_.size() > 1) {
     check_same_lines(world_, describe_all(parameters, watch_.buffers(), sparse, options_),
-                     "Models or options");
+                     "DistributedDataParallel", "Models or options",
+                     "Build the same model with the same options on all ranks.");
   }
   if (std::ranges::none_of(parameters,
                            [](const NamedTensor& one) { return one.tensor.requires_grad(); })) {
-    throw UsageError({.rank = world_.rank(), .operation = "DistributedDataParallel"},
+    throw UsageError({.rank = world_.global_rank(), .operation = "DistributedDataParallel"},
                      text::format("None of the {} parameters requires a gradient: there is nothing "
                                   "to train.\nWrap the model after its parameters are made and "
                                   "before they are frozen.",
                                   parameters.size()));
   }
+  check_reduce_type(options_, world_.global_rank());
+  if (options_.hook) options_.hook->begin(world_);
   add_slots(std::move(sparse));
+  if (options_.optimizer != nullptr) check_optimizer();
+  check_shard();
   weighs_first_ = options_.hook || std::ranges::any_of(slots_, [](const Slot& slot) {
                     return slot.shape.type == at::kHalf;
                   });
+  are_numbers_apart_ =
+      options_.hook || options_.optimizer != nullptr || options_.shard == Shard::kGradients ||
+      std::ranges::any_of(slots_, [](const Slot& slot) { return has_streams(slot.shape.device); });
   has_buffers_ = !watch_.buffers().empty();
-  if (world_.size() > 1) take_state_from(0);
+  if (world_.size() > 1) take_state_from(0, !has_same_tensors(world_, parameters));
   if (is_alone()) return;
 
   order_ = ReadyOrder(slots_);
   numbers_.set_num_slots(slots_.size());
+  if (options_.shard != Shard::kNone && world_.size() > 1) share_memory();
   const auto warning = std::make_shared<GradientHook::Warning>();
-  warning->say = [rank = world_.rank(), name = options_.name] {
+  warning->say = [rank = world_.global_rank(), name = options_.name] {
     Log(rank).warning(
         "backward() of {}: its DistributedDataParallel has gone, so gradients are not averaged and "
         "ranks drift apart. Keep it as long as the model is trained.",
@@ -130,7 +138,7 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
     }
     if (!one.tensor.is_leaf() || one.tensor.layout() != at::kStrided) {
       throw UsageError(
-          {.rank = world_.rank(), .operation = "DistributedDataParallel"},
+          {.rank = world_.global_rank(), .operation = "DistributedDataParallel"},
           text::format("The parameter {} is {}.\nGive the dense tensor that the "
                        "optimizer updates.",
                        one.name,
@@ -140,7 +148,9 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
     slot.is_sparse = std::erase(sparse, one.name) != 0;
     slot.name = std::move(one.name);
     slot.parameter = std::move(one.tensor);
-    slot.shape = {slot.parameter.numel(), slot.parameter.scalar_type(), slot.parameter.device()};
+    slot.type = slot.parameter.scalar_type();
+    slot.shape = {slot.parameter.numel(), reduce_type_of(slot.parameter, options_),
+                  slot.parameter.device()};
     slot.sizes = slot.parameter.sizes().vec();
     const c10::DimVector by_row = c10::contiguous_strides(slot.parameter.sizes());
     slot.strides = slot.parameter.is_non_overlapping_and_dense()
@@ -149,7 +159,7 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
     slots_.push_back(std::move(slot));
   }
   if (!sparse.empty()) {
-    throw UsageError({.rank = world_.rank(), .operation = "DistributedDataParallel"},
+    throw UsageError({.rank = world_.global_rank(), .operation = "DistributedDataParallel"},
                      text::format("DdpOptions::sparse names {}, and there is no such parameter.\n"
                                   "Use the names of named_parameters().",
                                   sparse.front()));
@@ -165,31 +175,34 @@ void Reducer::on_gradient(std::size_t index) {
   // A backward has a thread for each device; one within another is on the same.
   if (step_.thread != std::this_thread::get_id() &&
       step_.graph != torch::autograd::get_current_graph_task_id()) {
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = operation()},
-                     "Two threads run backward() of one wrapped model at the same time.\n"
-                     "Run one at a time.");
+    throw UsageError(
+        {.rank = world_.global_rank(), .step = stats_.steps(), .operation = operation()},
+        "Two threads run backward() of one wrapped model at the same time.\n"
+        "Run one at a time.");
   }
   // Reached, but with no gradient; or nothing of this rank counts in this step.
   if (!slot.parameter.grad().defined() || !step_.problem.empty()) return;
   if (step_.phase == Phase::kLocal) {
-    if (!slot.is_sparse && !move_in(slot)) {
-      throw UsageError({.rank = world_.rank(), .operation = operation()},
+    if (!slot.is_sparse && !(shares_gradients() ? keep_own(slot) : move_in(slot))) {
+      throw UsageError({.rank = world_.global_rank(), .operation = operation()},
                        std::exchange(step_.problem, {}));
     }
     return;
   }
   if (!slot.is_sparse) {
-    Bucket& bucket = buckets_.all()[slot.bucket];
-    if (bucket.is_posted) {  // .grad is a tensor of its own: post() took the other away
+    // .grad is a tensor of its own: post() took the other away.
+    if (buckets_.all()[slot.buckets.front()].is_posted) {
       slot.is_late = true;
       return;
     }
-    move_in(slot);
-    if (!slot.has_fired) --bucket.num_pending;
+    if (!shares_gradients()) move_in(slot);
+    if (!slot.has_fired) {
+      for (const std::size_t one : slot.buckets) --buckets_.all()[one].num_pending;
+    }
   }
   if (!slot.has_fired) order_.note(index);
   slot.has_fired = true;
-  post_ready(false);
+  post_ready(Until::kNotReady);
   poll();
 }
 
@@ -204,12 +217,13 @@ void Reducer::begin_backward(bool is_in_engine) {
   const std::string change = watch_.find_change(slots_, num_local_ > 0);
   const bool is_local = *no_sync_depth_ > 0 || num_local_ + 1 < accumulate_;
   if (is_local && !change.empty()) {
-    throw UsageError({.rank = world_.rank(), .step = stats_.steps(), .operation = operation()},
-                     change);
+    throw UsageError(
+        {.rank = world_.global_rank(), .step = stats_.steps(), .operation = operation()}, change);
   }
   begin_step(is_local ? Phase::kLocal : Phase::kSynchronised);
   step_.task = task;
   note_problem(change);
+  if (shards_ && step_.phase == Phase::kSynchronised) note_misuse_of_shards();
 }
 
 // Everything is as if nothing of this step had happened, and in the layout agreed last.
@@ -220,6 +234,12 @@ void Reducer::begin_step(Phase phase) {
   step_.thread = std::this_thread::get_id();
   step_.graph = torch::autograd::get_current_graph_task_id();
   if (phase == Phase::kSynchronised) step_.factor = step_.weight = std::exchange(weight_, 1);
+  if (options_.hook) {
+    step_.part = options_.hook->part();
+    step_.is_own = options_.hook->is_local() && !step_.part;
+    hook_comm_.use(sharers());
+  }
+  if (phase == Phase::kSynchronised && !is_joined_) last_weight_ = step_.weight;
   stats_.begin_backward(hook_comm_.bytes_sent());
   for (Slot& slot : slots_) {
     slot.has_fired = false;
@@ -229,160 +249,40 @@ void Reducer::begin_step(Phase phase) {
   for (Bucket& bucket : buckets_.all()) {
     bucket.num_pending = bucket.plan.slots.size();
     bucket.is_posted = false;
+    bucket.is_taken = false;
     bucket.work.reset();
     bucket.complete = nullptr;
   }
-  if (phase == Phase::kSynchronised && weighs_first_) send_weight_ahead();
-}
-
-void Reducer::send_weight_ahead() {
-  const std::vector<double> mine = {step_.weight, step_.weight == 1 ? 0.0 : 1.0};
-  step_.weights = at::tensor(mine).to(slots_.front().parameter.device());
-  std::vector<at::Tensor> tensors = {step_.weights};
-  try {
-    step_.weights_work = world_.backend()->allreduce(tensors, {});
-  } catch (...) {
-    explain(std::current_exception(), "all_reduce of weights");
+  if (phase != Phase::kSynchronised) return;
+  note_failures();
+  if (needs_state_ && (step_.is_own || step_.part)) {
+    note_problem(
+        text::format("join() was called without a step while ranks train apart (hook {}): one "
+                     "replica would replace the others.\nGive it what the program does after "
+                     "backward().",
+                     options_.hook->text()));
   }
-}
-
-// This rank's share of the whole: at most 1, or, for a hook, 1 if all ranks have the same.
-void Reducer::take_weights() {
-  if (!step_.weights_work) return;
-  try {
-    std::exchange(step_.weights_work, {})->wait();
-  } catch (...) {
-    explain(std::current_exception(), "all_reduce of weights");
+  if (needs_state_ && shards_) {
+    note_problem(
+        "join() was called without a step, and this rank updates a part of the parameters "
+        "(DdpOptions::shard).\nGive it what the program does after backward().");
   }
-  step_.weights = step_.weights.cpu();
-  const auto total = step_.weights[0].item<double>();
-  const bool is_weighted = step_.weights[1].item<double>() > 0;
-  if (!is_weighted) return;
-  const double share = total == 0 ? 0 : step_.weight / total;
-  step_.factor = options_.hook ? share * world_.size() : share;
+  if (weighs_first_) send_weight_ahead();
 }
 
 void Reducer::lay_out_buckets() {
   if (order_.next().empty() && !buckets_.all().empty()) return;
   std::vector<SlotShape> shapes;
   for (const Slot& slot : slots_) shapes.push_back(slot.shape);
+  // Where a bucket's memory is used again, no tensor makes it much larger than it should be.
   const auto plans =
-      plan_buckets(shapes, order_.next(), {options_.bucket_bytes, options_.first_bucket_bytes});
-  buckets_.lay_out(plans, slots_, numbers_.count(), options_.hook != nullptr);
+      plan_buckets(shapes, order_.next(),
+                   {options_.bucket_bytes, options_.first_bucket_bytes,
+                    shares_gradients() ? std::max<std::size_t>(options_.bucket_bytes / 8, 1) : 0});
+  buckets_.lay_out(plans, slots_, numbers_.count(), are_numbers_apart_);
   order_.is_used();  // not before: there may have been no memory
   ++epoch_;
   stats_.set_buckets(buckets_.all());
-}
-
-void Reducer::note_problem(const std::string& problem) {
-  if (step_.problem.empty()) step_.problem = problem;
-}
-
-// Makes .grad a view of the bucket, in one pass at most. False if it is of a kind that cannot be.
-bool Reducer::move_in(Slot& slot) {
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.is_same(slot.view)) return true;
-  if (grad.layout() != at::kStrided) {
-    note_problem(
-        text::format("The gradient of {} is sparse.\nName the parameter in "
-                     "DdpOptions::sparse, on all ranks.",
-                     slot.name));
-    return false;
-  }
-  if (grad.requires_grad() && !has_warned_of_graph_) {
-    has_warned_of_graph_ = true;
-    Log(world_.rank())
-        .warning(
-            "backward(create_graph): the averaged gradients have no graph; for gradients of "
-            "gradients "
-            "use torch::autograd::grad");
-  }
-  if (grad.data_ptr() != slot.view.data_ptr() || grad.strides() != slot.view.strides()) {
-    if (has_same_layout(grad, slot.view)) {
-      if (grad.numel() != 0)
-        std::memcpy(slot.view.data_ptr(), grad.const_data_ptr(), grad.nbytes());
-    } else {
-      slot.view.copy_(grad);
-    }
-  }
-  grad = slot.view;
-  return true;
-}
-
-// In plan order. The last bucket waits for the end of backward: it carries what is known only then.
-void Reducer::post_ready(bool is_end) {
-  auto& buckets = buckets_.all();
-  while (step_.num_posted < buckets.size()) {
-    Bucket& bucket = buckets[step_.num_posted];
-    const bool is_last = step_.num_posted + 1 == buckets.size();
-    if (!is_end && (bucket.num_pending > 0 || is_last)) return;
-    post(bucket);
-    ++step_.num_posted;
-  }
-}
-
-void Reducer::post(Bucket& bucket) {
-  take_weights();
-  const std::size_t index = step_.num_posted;
-  for (const std::size_t one : bucket.plan.slots) {
-    Slot& slot = slots_[one];
-    at::Tensor& grad = slot.parameter.mutable_grad();
-    slot.is_present = step_.problem.empty() && grad.defined() && move_in(slot);
-    if (!slot.is_present) slot.view.zero_();
-    grad = at::Tensor();  // until the mean is there; what autograd adds meanwhile goes elsewhere
-  }
-  if (options_.check_finite) check_finite(bucket);
-  weigh(bucket.flat, step_.factor);
-  bucket.is_posted = true;
-  stats_.post();
-  try {
-    if (options_.hook) {
-      GradBucket view{.index = static_cast<int>(index), .epoch = epoch_, .flat = bucket.flat};
-      for (const std::size_t one : bucket.plan.slots) {
-        view.gradients.push_back(slots_[one].view);
-        view.names.push_back(slots_[one].name);
-      }
-      bucket.complete = options_.hook->start(std::move(view), hook_comm_);
-      return;
-    }
-    if (stats_.steps() == 0 && index == 0 && step_.weight == 1 && world_.size() > 1)
-      first_gradients_.keep(bucket.flat);
-    if (index + 1 == buckets_.all().size()) write_numbers();
-    bucket.work = start_mean(bucket.wire);
-  } catch (...) {
-    explain(std::current_exception(), text_of(bucket));
-  }
-}
-
-void Reducer::check_finite(const Bucket& bucket) {
-  const auto is_finite = [](const at::Tensor& numbers) {
-    return at::isfinite(numbers).all().item<bool>();
-  };
-  if (is_finite(bucket.flat)) return;
-  for (const std::size_t one : bucket.plan.slots) {
-    if (is_finite(slots_[one].view)) continue;
-    note_problem(
-        text::format("The gradient of {} is not finite on this rank.\nLook at its samples and its "
-                     "loss, or lower the learning rate.",
-                     slots_[one].name));
-  }
-}
-
-c10::intrusive_ptr<c10d::Work> Reducer::start_mean(const at::Tensor& tensor) {
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::AVG;
-  std::vector<at::Tensor> tensors = {tensor};
-  return world_.backend()->allreduce(tensors, options);
-}
-
-// Lets the engine do what has become possible. Buckets complete in the order posted.
-void Reducer::poll() {
-  if (options_.hook) return hook_comm_.poll();
-  auto& buckets = buckets_.all();
-  while (step_.num_completed < step_.num_posted) {
-    if (!buckets[step_.num_completed].work->isCompleted()) return;
-    ++step_.num_completed;
-  }
 }
 
 void Reducer::end_backward() {
@@ -391,41 +291,55 @@ void Reducer::end_backward() {
   if (step_.phase == Phase::kLocal) {
     step_ = {};
     ++num_local_;
+    if (shards_) shards_->set_local(true);
     ModelWatch::take_fingerprints(slots_);
     return;
   }
-  // The reducers whose last buckets are posted in this backward: all are, before one waits.
-  static thread_local std::weak_ptr<std::vector<Reducer*>> posted;
-  auto together = posted.lock();
+  // The reducers of this backward. All end it before the first one posts its last bucket, with the
+  // numbers, which tell that there are others.
+  static thread_local std::weak_ptr<std::vector<Reducer*>> ended;
+  auto together = ended.lock();
   if (!together) {
-    posted = together = std::make_shared<std::vector<Reducer*>>();
+    ended = together = std::make_shared<std::vector<Reducer*>>();
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [together] { finish_all(std::exchange(*together, {})); });
+        [together] { finish_all(std::exchange(*together, {}), false); });
   }
   // A model that is wrapped twice: the mean of the first wrapper is what the second averages.
   if (!together->empty() && std::ranges::any_of(slots_, [](const Slot& slot) {
         return GradientHook::is_second_on(slot.parameter);
       })) {
-    finish_all(std::exchange(*together, {}));
+    finish_all(std::exchange(*together, {}), true);
   }
-  post_rest();
   together->push_back(this);
 }
 
-// Models in one graph may end their backwards in different orders on two ranks. They wait in the
-// same order everywhere, so that no two wait for each other.
-void Reducer::finish_all(std::vector<Reducer*> reducers) {
+// Models in one graph may end their backwards in different orders on two ranks. All post what is
+// left before one waits, and they wait in the same order everywhere, so that no two wait for each
+// other.
+void Reducer::finish_all(std::vector<Reducer*> reducers, bool are_followed) {
   std::ranges::sort(reducers, {}, &Reducer::number_);
   std::exception_ptr first;
-  for (Reducer* const one : reducers) {
-    try {
-      const MutexLock lock(one->mutex_);
-      const at::NoGradGuard no_grad;
-      one->finish();
-    } catch (...) {
-      if (!first) first = std::current_exception();
+  const auto for_all = [&](const auto& call) {
+    for (Reducer*& one : reducers) {
+      if (one == nullptr) continue;
+      try {
+        const at::NoGradGuard no_grad;
+        call(*one, &one != &reducers.back() || are_followed);
+      } catch (...) {
+        if (!first) first = std::current_exception();
+        one = nullptr;  // its step is dropped
+      }
     }
-  }
+  };
+  for_all([](Reducer& one, bool is_followed) {
+    const MutexLock lock(one.mutex_);
+    one.step_.is_followed = is_followed;
+    one.post_rest(false);
+  });
+  for_all([](Reducer& one, bool) {
+    const MutexLock lock(one.mutex_);
+    one.finish();
+  });
   if (first) std::rethrow_exception(first);
 }
 
@@ -436,7 +350,13 @@ void Reducer::abandon() {
     step_ = {};
     return;
   }
-  note_problem("Its backward() was ended by an exception in the middle.\nSee what that rank said.");
+  // Whether this rank's program has been told: by the exception that ended its backward.
+  const bool is_told = step_.problem.empty() && !step_.is_of_join;
+  note_problem(step_.is_of_join
+                   ? "Its join() had begun this step together with another model's, and then "
+                     "failed.\nSee what that rank said; steps after this one count again."
+                   : "Its backward() was ended by an exception in the middle.\nSee what that rank "
+                     "said.");
   std::vector<at::Tensor> kept;  // gradients of the new backward must survive
   for (Slot& slot : slots_) {
     at::Tensor grad = std::exchange(slot.parameter.mutable_grad(), {});
@@ -448,8 +368,9 @@ void Reducer::abandon() {
   };
   try {
     finish();
-  } catch (const UsageError&) {  // the problem itself, which this rank knows
+  } catch (const UsageError&) {  // the problem itself
     give_back();
+    if (!is_told) throw;
   } catch (...) {
     give_back();
     throw;

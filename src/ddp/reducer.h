@@ -2,8 +2,9 @@
 //
 // Invariant: buckets are posted in plan order, never in ready order, and the last one only when
 // backward has ended, so every rank issues the same collectives in the same sequence whatever its
-// graph (docs/architecture.md, "Life of a step"). Threading: on_gradient() and end_backward() run
-// on the thread of backward; mutex_ guards all state.
+// graph (docs/architecture.md, "Life of a step"). Threading: on_gradient() runs on autograd's
+// threads, one for each device, end_backward() on the thread that called backward(); mutex_ guards
+// all state.
 #pragma once
 
 #include <lockstep/ddp.h>
@@ -18,8 +19,11 @@
 #include "ddp/first_gradients.h"
 #include "ddp/model_watch.h"
 #include "ddp/ready_order.h"
+#include "ddp/shards.h"
 #include "ddp/step_numbers.h"
 #include "ddp/step_stats.h"
+#include "ddp/streams.h"
+#include "world/unfinished.h"
 
 namespace lockstep {
 
@@ -37,8 +41,13 @@ class Reducer {
   void accumulate(int k);
   void discard();
   void set_weight(double samples);
-  void join(const std::function<void()>& step);
+  bool is_distributed() const { return world_.size() > 1; }
+  // Plays out the steps of ranks that have data, of all these models, until all ranks are here.
+  static void join(const std::vector<Reducer*>& reducers, const std::function<void()>& step,
+                   const UnevenOptions& options);
   void check_replicas();
+  std::vector<NamedTensor> full_gradients() const;
+  void change_parameters(const std::function<void()>& change);
   int num_pending() const;
   void stop_when(std::function<bool()> is_asked);
   bool must_stop() const;
@@ -52,6 +61,9 @@ class Reducer {
  private:
   // What the backward under way is. kIdle: there is none.
   enum class Phase { kIdle, kLocal, kSynchronised };
+  // How far buckets are posted: to the first whose gradients are missing, or that must wait for its
+  // place, or to the end.
+  enum class Until { kNotReady, kFirstWait, kEnd };
 
   // The backward under way.
   struct Step {
@@ -60,14 +72,23 @@ class Reducer {
     std::thread::id thread = {};
     int graph = -1;            // autograd's number of it, the same on all threads of a backward
     std::string problem = {};  // of this rank; told to all at the end of backward
-    double weight = 1;         // of this rank
-    double factor = 1;         // of this rank's gradients before they are averaged
-    at::Tensor weights = {};   // the sums over ranks, if they go ahead: of weights, of who has one
+    ErrorKind kind_of_problem = ErrorKind::kUsage;
+    double weight = 1;                         // of this rank
+    double factor = 1;                         // of this rank's gradients before they are averaged
+    bool is_own = false;                       // gradients stay each rank's own: the hook says so
+    std::optional<World> part = std::nullopt;  // that shares gradients, if the hook names one
+    at::Tensor weights = {};  // the sums over ranks, if they go ahead: of weights, of who has one
     c10::intrusive_ptr<c10d::Work> weights_work = {};
-    bool is_at_end = false;  // everything is posted
+    bool is_at_end = false;  // backward has ended
+    bool is_all_posted = false;
+    bool is_followed = false;    // by another model of the same backward
+    bool is_of_join = false;     // begun by join(), not by a backward
+    bool waits_no_more = false;  // Shard::kGradients: for a place in the middle of backward
+    bool is_broken = false;      // a device's engine did not take all collectives
     StepStats::Clock::time_point wait_began = {};
     std::size_t num_posted = 0;
     std::size_t num_completed = 0;
+    std::size_t num_stepped = 0;  // buckets whose parameters are updated (DdpOptions::optimizer)
     c10::intrusive_ptr<c10d::Work> numbers_work = {};  // where they travel on their own
     double scale = 1;  // of the reduced gradients, from the weights of all ranks
   };
@@ -76,7 +97,22 @@ class Reducer {
   std::string operation() const {
     return options_.name.empty() ? "backward" : "backward of " + options_.name;
   }
-  bool is_alone() const { return world_.size() == 1 && !options_.hook && !options_.check_finite; }
+  // The ranks that average the gradients of this step.
+  const World& sharers() const LOCKSTEP_REQUIRES(mutex_) {
+    return step_.part ? *step_.part : world_;
+  }
+  bool is_alone() const {
+    return world_.size() == 1 && !options_.hook && !options_.reduce_type &&
+           !options_.check_finite && options_.optimizer == nullptr;
+  }
+
+  // calls.cpp: the rounds of join().
+  void enter_join(bool needs_state, const UnevenOptions& options);
+  void begin_round();
+  bool finish_round();  // whether any rank had data
+  static bool is_followed(std::vector<Reducer*>::const_iterator one,
+                          std::vector<Reducer*>::const_iterator end);
+  void leave_join();
 
   // reducer.cpp: while backward runs.
   void add_slots(std::vector<std::string> sparse) LOCKSTEP_REQUIRES(mutex_);
@@ -84,37 +120,82 @@ class Reducer {
   void begin_backward(bool is_in_engine) LOCKSTEP_REQUIRES(mutex_);
   void begin_step(Phase phase) LOCKSTEP_REQUIRES(mutex_);
   void lay_out_buckets() LOCKSTEP_REQUIRES(mutex_);
+  void end_backward();
+  static void finish_all(std::vector<Reducer*> reducers, bool are_followed);
+  void abandon() LOCKSTEP_REQUIRES(mutex_);
+
+  // post.cpp: gradients are moved into buckets, and those are sent.
   void send_weight_ahead() LOCKSTEP_REQUIRES(mutex_);
   void take_weights() LOCKSTEP_REQUIRES(mutex_);
-  void end_backward();
-  static void finish_all(std::vector<Reducer*> reducers);
-  void abandon() LOCKSTEP_REQUIRES(mutex_);
   bool move_in(Slot& slot) LOCKSTEP_REQUIRES(mutex_);
-  void check_finite(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
-  void post_ready(bool is_end) LOCKSTEP_REQUIRES(mutex_);
+  void post_ready(Until until) LOCKSTEP_REQUIRES(mutex_);
   void post(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  void check_finite(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  static c10::intrusive_ptr<c10d::Work> start_mean(const at::Tensor& tensor, const World& world);
   void poll() LOCKSTEP_REQUIRES(mutex_);
-  c10::intrusive_ptr<c10d::Work> start_mean(const at::Tensor& tensor) LOCKSTEP_REQUIRES(mutex_);
-  void note_problem(const std::string& problem) LOCKSTEP_REQUIRES(mutex_);
 
-  // finish.cpp: when it has ended. (calls.cpp has what programs call between backwards.)
-  void post_rest() LOCKSTEP_REQUIRES(mutex_);
+  bool is_dense(const Slot& slot) LOCKSTEP_REQUIRES(mutex_);
+
+  // sharded_post.cpp: DdpOptions::shard.
+  bool shares_gradients() const LOCKSTEP_REQUIRES(mutex_) {
+    return shards_ && options_.shard == Shard::kGradients;
+  }
+  void check_shard() LOCKSTEP_REQUIRES(mutex_);
+  void share_memory() LOCKSTEP_REQUIRES(mutex_);
+  void note_misuse_of_shards() LOCKSTEP_REQUIRES(mutex_);
+  bool keep_own(Slot& slot) LOCKSTEP_REQUIRES(mutex_);
+  bool has_place(const Bucket& bucket, Until until) LOCKSTEP_REQUIRES(mutex_);
+  void copy_in(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  c10::intrusive_ptr<c10d::Work> start_shared_mean(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  void take_out(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  at::Tensor my_part(const at::Tensor& flat) const LOCKSTEP_REQUIRES(mutex_);
+  static at::Tensor flat_of(const Slot& slot, const at::Tensor& gradient);
+  void hand_out_shared() LOCKSTEP_REQUIRES(mutex_);
+
+  // finish.cpp: when backward has ended. (calls.cpp has what programs call between backwards.)
+  void post_rest(bool may_wait) LOCKSTEP_REQUIRES(mutex_);
+  void end_of_backward() LOCKSTEP_REQUIRES(mutex_);
   void finish() LOCKSTEP_REQUIRES(mutex_);
+  void finish_posted() LOCKSTEP_REQUIRES(mutex_);
   bool is_check_due() const LOCKSTEP_REQUIRES(mutex_);
+  void compare_replicas() LOCKSTEP_REQUIRES(mutex_);
   void end_step() LOCKSTEP_REQUIRES(mutex_);
-  void drop_step() LOCKSTEP_REQUIRES(mutex_);
   void wait_for_all() LOCKSTEP_REQUIRES(mutex_);
+  void wait_for(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void write_numbers() LOCKSTEP_REQUIRES(mutex_);
-  void throw_problems() LOCKSTEP_REQUIRES(mutex_);
   void add_late() LOCKSTEP_REQUIRES(mutex_);
-  void scale_by_weights() LOCKSTEP_REQUIRES(mutex_);
-  void hand_out_gradients() LOCKSTEP_REQUIRES(mutex_);
+  void find_scale() LOCKSTEP_REQUIRES(mutex_);
+  void scale(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  void hand_out(std::size_t index) LOCKSTEP_REQUIRES(mutex_);
   void sync_buffers() LOCKSTEP_REQUIRES(mutex_);
-  void take_state_from(int root) LOCKSTEP_REQUIRES(mutex_);
+  // `are_apart`: parameters differ between ranks, or what is derived from them does.
+  void take_state_from(int root, bool are_apart) LOCKSTEP_REQUIRES(mutex_);
   std::vector<NamedTensor> state() const LOCKSTEP_REQUIRES(mutex_);
-  [[noreturn]] void explain(std::exception_ptr error, const std::string& what)
+
+  // problems.cpp: what goes wrong.
+  void note_problem(const std::string& problem, ErrorKind kind = ErrorKind::kUsage)
       LOCKSTEP_REQUIRES(mutex_);
+  void note_failures() LOCKSTEP_REQUIRES(mutex_);
+  void note_failure(const UnfinishedWorks::Failure& failure, const std::string& when,
+                    const std::string& advice) LOCKSTEP_REQUIRES(mutex_);
+  void throw_problems() LOCKSTEP_REQUIRES(mutex_);
+  void throw_early_end() LOCKSTEP_REQUIRES(mutex_);
+  void order_after_posted() LOCKSTEP_REQUIRES(mutex_);
+  void keep_unfinished() LOCKSTEP_REQUIRES(mutex_);
+  void drop_step() LOCKSTEP_REQUIRES(mutex_);
+  void drop_failed_step(ErrorKind kind) LOCKSTEP_REQUIRES(mutex_);
+  void abort_devices() LOCKSTEP_REQUIRES(mutex_);
   std::string text_of(const Bucket& bucket) const LOCKSTEP_REQUIRES(mutex_);
+  // `subject` is what was all-reduced.
+  [[noreturn]] void explain(std::exception_ptr error, const std::string& subject)
+      LOCKSTEP_REQUIRES(mutex_);
+
+  // step_in_backward.cpp: DdpOptions::optimizer.
+  void check_optimizer() LOCKSTEP_REQUIRES(mutex_);
+  void note_changed_optimizer() LOCKSTEP_REQUIRES(mutex_);
+  std::string find_problem_of_optimizer() const LOCKSTEP_REQUIRES(mutex_);
+  void step_in_backward() LOCKSTEP_REQUIRES(mutex_);
+  void step_bucket_by_bucket() LOCKSTEP_REQUIRES(mutex_);
 
   // Constant after construction.
   const int number_;  // in the order of construction, which is the same on all ranks
@@ -125,7 +206,12 @@ class Reducer {
   // needs shares of the whole, which do not depend on the units of weights, and so does the range
   // of f16.
   bool weighs_first_ = false;
-  bool has_buffers_ = false;  // walking a module takes longer than a small step may
+  // The step's numbers do not travel behind the last bucket, but on their own in main memory: a
+  // step that a hook or an optimizer must not see if it is dropped, and one whose buckets the host
+  // does not wait for.
+  bool are_numbers_apart_ = false;
+  std::size_t num_optimized_ = 0;  // parameters of DdpOptions::optimizer
+  bool has_buffers_ = false;       // walking a module takes longer than a small step may
   std::shared_ptr<int> no_sync_depth_ = std::make_shared<int>(0);
   // What the parameters' hooks call; they stay with the parameters, this goes with the reducer.
   std::shared_ptr<Reducer*> hook_target_ = std::make_shared<Reducer*>(this);
@@ -134,10 +220,16 @@ class Reducer {
   ModelWatch watch_ LOCKSTEP_GUARDED_BY(mutex_);
   std::vector<Slot> slots_ LOCKSTEP_GUARDED_BY(mutex_);
   Buckets buckets_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::shared_ptr<Shards> shards_ LOCKSTEP_GUARDED_BY(mutex_);  // null: nothing is shared
+  bool reduces_once_ LOCKSTEP_GUARDED_BY(mutex_) = false;       // the engine writes the mean once
   ReadyOrder order_ LOCKSTEP_GUARDED_BY(mutex_);
   StepNumbers numbers_ LOCKSTEP_GUARDED_BY(mutex_);
   StepStats stats_ LOCKSTEP_GUARDED_BY(mutex_);
   FirstGradients first_gradients_ LOCKSTEP_GUARDED_BY(mutex_);
+  // A hook is started while gradients arrive, and ends with backward, on other threads and streams.
+  // What it keeps belongs to one.
+  OwnStream hook_stream_ LOCKSTEP_GUARDED_BY(mutex_);
+  UnfinishedWorks unfinished_ LOCKSTEP_GUARDED_BY(mutex_);
   Step step_ LOCKSTEP_GUARDED_BY(mutex_);
   int epoch_ LOCKSTEP_GUARDED_BY(mutex_) = 0;      // how often buckets were laid out
   double weight_ LOCKSTEP_GUARDED_BY(mutex_) = 1;  // of the next step
@@ -147,6 +239,10 @@ class Reducer {
   std::int64_t num_backwards_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
   bool is_joined_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   bool needs_state_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  UnevenOptions uneven_ LOCKSTEP_GUARDED_BY(mutex_) = {};  // while it has joined
+  // Whether another model was finished after this one in the last backward, on any rank.
+  std::optional<bool> is_followed_ LOCKSTEP_GUARDED_BY(mutex_);
+  double last_weight_ LOCKSTEP_GUARDED_BY(mutex_) = 1;  // of the last step with data
   std::function<bool()> is_asked_to_stop_ LOCKSTEP_GUARDED_BY(mutex_);
   bool must_stop_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // as all ranks agreed in the last step
   bool has_warned_of_graph_ LOCKSTEP_GUARDED_BY(mutex_) = false;

@@ -1,6 +1,7 @@
-// StepNumbers: the few numbers that travel with the last bucket of a step, so that all ranks take
-// the same decisions without a round trip of their own: flags, who has data, how long each rank
-// took, and who has a gradient for which slot.
+// StepNumbers: the few numbers by which all ranks take the same decisions at the end of a step:
+// flags, who has data, how long each rank took, and who has a gradient for which slot. They travel
+// behind the last bucket, so that they need no round trip of their own; on their own, in main
+// memory, where there is a comm hook or a device (Reducer::are_numbers_apart_).
 //
 // Each rank writes its own, the reduction makes the mean over ranks of each, and all read the same.
 // Threading: none; the reducer's lock guards it.
@@ -16,7 +17,18 @@ namespace lockstep {
 class StepNumbers {
  public:
   // More than 0 after the reduction if any rank has set it.
-  enum Flag : std::int64_t { kProblem, kWeighted, kLate, kNeedsState, kStop, kDiffers, kNumFlags };
+  enum Flag : std::int64_t {
+    kProblem,
+    kWeighted,
+    kLate,
+    kNeedsState,
+    kStop,
+    kDiffers,
+    kEndsEarly,  // out of data, and all are to stop for that
+    kFollowed,   // another model of the same backward is finished after this one
+    kBroken,     // not all collectives of the step could be started on a device
+    kNumFlags
+  };
 
   StepNumbers(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
   void set_num_slots(std::size_t num_slots) { num_slots_ = num_slots; }

@@ -77,13 +77,15 @@ std::size_t TensorEngine::compare_parts(const Operation& operation,
       const std::uint64_t room = all[to * mine.size() + num_ranks + from];
       largest = std::max(largest, sent);
       if (sent == room) continue;
-      const auto peer = static_cast<int>(from) == rank_ ? to : from;
+      const int giver = runner_->global_rank(static_cast<int>(from));
+      const int taker = runner_->global_rank(static_cast<int>(to));
+      const int self = runner_->global_rank(rank_);
       throw MismatchError(
-          {.rank = rank_, .peer = static_cast<int>(peer), .operation = "all_to_all"},
+          {.rank = self, .peer = giver == self ? taker : giver, .operation = "all_to_all"},
           text::format("Rank {} sends {} {} to rank {}, which has room for {}.\n"
                        "Make the splits of both sides equal.",
-                       from, sent, operation.type == DataType::kBytes ? "bytes" : "elements", to,
-                       room));
+                       giver, sent, operation.type == DataType::kBytes ? "bytes" : "elements",
+                       taker, room));
     }
   }
   return largest;

@@ -1,6 +1,7 @@
 #include "engine/by_device.h"
 
 #include "base/text.h"
+#include "engine/engines.h"
 #include "engine/tensor_checks.h"
 
 namespace lockstep {
@@ -18,6 +19,15 @@ void for_tensors(const std::vector<List>& lists, const F& f) {
 
 }  // namespace
 
+Traits traits_of(const c10d::Backend& engine) {
+  if (const auto* both = dynamic_cast<const ByDevice*>(&engine)) {
+    return {.takes_devices = true,
+            .writes_to_sockets = traits_of(*both->for_main_memory()).writes_to_sockets};
+  }
+  const std::string name = engine.getBackendName();
+  return {.takes_devices = name == "solo", .writes_to_sockets = name == "gloo"};
+}
+
 template <typename... Lists>
 c10d::Backend& ByDevice::engine_for(const char* operation, const Lists&... lists) const {
   bool has_cpu = false;
@@ -33,7 +43,7 @@ c10d::Backend& ByDevice::engine_for_devices(const char* operation, bool has_cpu,
                                             bool has_gpu) const {
   const bool is_mixed = has_cpu && has_gpu;
   if (is_mixed || (is_coalescing_ && !has_gpu)) {
-    TensorChecks{rank_, size_}.refuse(
+    TensorChecks{global_rank_, size_}.refuse(
         operation,
         text::format("{} was given tensors in main memory {}.\nMove all to one device.", operation,
                      is_mixed ? "and on a GPU" : "between startCoalescing() and endCoalescing()"));
@@ -43,8 +53,10 @@ c10d::Backend& ByDevice::engine_for_devices(const char* operation, bool has_cpu,
 
 void ByDevice::setTimeout(std::chrono::milliseconds timeout) {
   cpu_->setTimeout(timeout);
-  gpu_->setTimeout(timeout);
+  gpu_->setTimeout(kGpuPatience * timeout);
 }
+
+void ByDevice::abort() { gpu_->abort(); }
 
 void ByDevice::setSequenceNumberForGroup() {
   cpu_->setSequenceNumberForGroup();
@@ -55,13 +67,13 @@ uint64_t ByDevice::getSequenceNumberForGroup() {
   return cpu_->getSequenceNumberForGroup() + gpu_->getSequenceNumberForGroup();
 }
 
+// Main memory has no index.
 bool ByDevice::supportsTensorAlloc(c10::DeviceIndex device) {
-  return cpu_->supportsTensorAlloc(device);
+  return (device < 0 ? cpu_ : gpu_)->supportsTensorAlloc(device);
 }
 
 at::Tensor ByDevice::allocateTensor(long size, at::TensorOptions options) {
-  if (options.device().is_cpu()) return cpu_->allocateTensor(size, options);
-  return at::empty({size}, options);
+  return (options.device().is_cpu() ? cpu_ : gpu_)->allocateTensor(size, options);
 }
 
 void ByDevice::startCoalescing() {
@@ -107,7 +119,7 @@ ByDevice::Work ByDevice::allgather_coalesced(std::vector<Tensors>& outputs, Tens
                                              const c10d::AllgatherOptions& options) {
   c10d::Backend& engine = engine_for("all_gather", outputs, inputs);
   if (&engine == cpu_.get()) return engine.allgather_coalesced(outputs, inputs, options);
-  const TensorChecks checks{rank_, size_};
+  const TensorChecks checks{global_rank_, size_};
   checks.count("all_gather", outputs.size());
   for (const Tensors& of_rank : outputs) checks.pairs("all_gather", of_rank, inputs);
   Work last;

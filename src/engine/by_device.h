@@ -18,14 +18,23 @@ class ByDevice : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using Work = c10::intrusive_ptr<c10d::Work>;
 
-  ByDevice(std::string name, Engine cpu, Engine gpu)
+  // A rank that is late is found in main memory first, where that is an exception in time: what
+  // happens on GPUs has a multiple of the timeout.
+  static constexpr int kGpuPatience = 2;
+
+  // `global_rank` is what errors call this rank.
+  ByDevice(std::string name, int global_rank, Engine cpu, Engine gpu)
       : c10d::Backend(cpu->getRank(), cpu->getSize()),
         name_(std::move(name)),
+        global_rank_(global_rank),
         cpu_(std::move(cpu)),
         gpu_(std::move(gpu)) {}
 
   const std::string getBackendName() const override { return name_; }
+  const Engine& for_main_memory() const { return cpu_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
+  // What is under way on GPUs. In main memory every wait ends by itself.
+  void abort() override;
   void setSequenceNumberForGroup() override;
   uint64_t getSequenceNumberForGroup() override;
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
@@ -74,6 +83,7 @@ class ByDevice : public c10d::Backend {
   c10d::Backend& engine_for_devices(const char* operation, bool has_cpu, bool has_gpu) const;
 
   const std::string name_;
+  const int global_rank_;
   const Engine cpu_;
   const Engine gpu_;
   bool is_coalescing_ = false;

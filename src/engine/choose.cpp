@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "base/text.h"
 #include "collective/reduce.h"
@@ -76,7 +77,7 @@ std::string why_no_wire() {
 }
 Backend make_preferred_hierarchical(const EngineContext& context) {
   const WireRow* wire = preferred_wire(context);
-  if (wire == nullptr) throw_not_built(context.rank, "hierarchical", why_no_wire());
+  if (wire == nullptr) throw_not_built(context.global_rank(), "hierarchical", why_no_wire());
   return make_hierarchical(context, wire->name);
 }
 
@@ -93,6 +94,11 @@ constexpr std::array kTable = {
 };
 
 constexpr std::string_view kHierarchicalOver = "hierarchical:";
+
+std::map<std::string, Backend (*)(const EngineContext&)>& engines_for_tests() {
+  static std::map<std::string, Backend (*)(const EngineContext&)> engines;
+  return engines;
+}
 
 // With what `auto` would be without GPUs.
 Backend make_nccl_and(const EngineContext& context) {
@@ -135,7 +141,8 @@ Choice choose_engine(const std::string& name, const EngineContext& context) {
               text::format("{}, {}", row.reason, wire->reason)};
     }
   }
-  throw_not_built(context.rank, "gloo", why_no_gloo());  // the only one that fits more than one
+  throw_not_built(context.global_rank(), "gloo",
+                  why_no_gloo());  // the only one that fits more than one
 }
 
 Backend make_wire_engine(const std::string& name, const EngineContext& context) {
@@ -143,19 +150,26 @@ Backend make_wire_engine(const std::string& name, const EngineContext& context) 
     if (name == row.name) return row.make(context);
   }
   throw UsageError(
-      {.rank = context.rank, .operation = "join"},
+      {.rank = context.global_rank(), .operation = "join"},
       text::format("The engine '{}' cannot connect hosts.\nChoose 'hierarchical'.", name));
+}
+
+void add_engine_for_tests(const std::string& name, Backend (*make)(const EngineContext&)) {
+  engines_for_tests()[name] = make;
 }
 
 Backend make_engine(const std::string& asked_for, const EngineContext& context) {
   const std::string name = choose_engine(asked_for, context).name;
+  if (const auto found = engines_for_tests().find(name); found != engines_for_tests().end()) {
+    return found->second(context);
+  }
   const bool is_over = name.starts_with(kHierarchicalOver);
   std::string known;
   for (const Row& row : kTable) {
     if (name == row.name || (is_over && row.make == make_preferred_hierarchical)) {
-      if (!row.why_not().empty()) throw_not_built(context.rank, name, row.why_not());
+      if (!row.why_not().empty()) throw_not_built(context.global_rank(), name, row.why_not());
       if (!row.fits(context)) {
-        throw UsageError({.rank = context.rank, .operation = "join"},
+        throw UsageError({.rank = context.global_rank(), .operation = "join"},
                          text::format("The engine '{}' cannot connect these {} ranks.\n"
                                       "Choose another, or \"auto\".",
                                       name, context.size()));
@@ -165,7 +179,7 @@ Backend make_engine(const std::string& asked_for, const EngineContext& context) 
     }
     known += text::format("{}{}", known.empty() ? "" : ", ", row.name);
   }
-  throw UsageError({.rank = context.rank, .operation = "join"},
+  throw UsageError({.rank = context.global_rank(), .operation = "join"},
                    text::format("There is no engine '{}'.\nChoose one of: auto, {}.", name, known));
 }
 

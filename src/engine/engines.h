@@ -40,12 +40,22 @@ bool has_started_ranks_by_mpi(const EngineContext& context);  // by the MPI of t
 std::string why_no_nccl();  // empty if there is NCCL
 Backend make_nccl(const EngineContext& context, const Backend& cpu);
 
+// What callers must know of an engine.
+struct Traits {
+  bool takes_devices = false;      // tensors that are not in main memory
+  bool writes_to_sockets = false;  // in the caller's thread
+};
+Traits traits_of(const c10d::Backend& engine);
+
 // What `auto` stands for, and why.
 struct Choice {
   std::string name;
   std::string reason;
 };
 Choice choose_engine(const std::string& name, const EngineContext& context);
+
+// For tests: another engine, which is taken by its name only. Not while a world is joined.
+void add_engine_for_tests(const std::string& name, Backend (*make)(const EngineContext&));
 
 // Throws UsageError: the engine is not in this build.
 [[noreturn]] void throw_not_built(int rank, const std::string& name, const std::string& reason);

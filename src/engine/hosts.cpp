@@ -1,5 +1,6 @@
 #include "engine/hosts.h"
 
+#include <algorithm>
 #include <map>
 
 #include "base/process.h"
@@ -15,7 +16,7 @@ Hosts::Hosts(const std::vector<Member>& members) {
     auto& here = ranks[found->second];
     host_of.push_back(static_cast<int>(found->second));
     index_of.push_back(static_cast<int>(here.size()));
-    here.push_back(member.rank);
+    here.push_back(static_cast<int>(host_of.size()) - 1);
   }
 }
 
@@ -26,6 +27,11 @@ bool seems_alive(const Member& member, const Member& here) {
 
 std::string describe(const Member& member) {
   return text::format("rank {} (host {}, pid {})", member.rank, member.host, member.pid);
+}
+
+std::string describe(const std::vector<Member>& members, int global_rank) {
+  const auto found = std::ranges::find(members, global_rank, &Member::rank);
+  return found == members.end() ? text::format("rank {}", global_rank) : describe(*found);
 }
 
 }  // namespace lockstep

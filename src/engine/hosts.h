@@ -1,6 +1,7 @@
 // Hosts: which ranks are on which host. The one place where members are grouped.
 //
 // Hosts are numbered by their lowest rank, the ranks of a host by an index in the order of ranks.
+// Ranks are places in the list of members: in a part of a world not those of the world itself.
 #pragma once
 
 #include <lockstep/backend.h>
@@ -31,5 +32,7 @@ bool seems_alive(const Member& member, const Member& here);
 
 // "rank 2 (host b7, pid 4121)"
 std::string describe(const Member& member);
+// The same for the member that errors call `global_rank`.
+std::string describe(const std::vector<Member>& members, int global_rank);
 
 }  // namespace lockstep

@@ -72,7 +72,7 @@ void RunnerWork::throw_not_done(const collective::Request& request,
           : collective::Activity{static_cast<const MessageRequest&>(request).message.name(),
                                  static_cast<const MessageRequest&>(request).message.name()};
   throw TimeoutError(
-      {.rank = runner_->rank(), .operation = activity.operation},
+      {.rank = runner_->global_rank(runner_->rank()), .operation = activity.operation},
       text::format("{} was not done after {:.3f} s, the limit that was given to this wait.\n"
                    "It goes on: wait for it again.",
                    activity.text, std::chrono::duration<double>(limit).count()));
@@ -87,6 +87,15 @@ bool RunnerWork::is_message() const {
 int RunnerWork::sourceRank() const {
   return is_message() ? static_cast<const MessageRequest&>(*requests_.front()).message.peer
                       : c10d::Work::sourceRank();
+}
+
+bool RunnerWork::cancel(const std::vector<RunnerWork*>& works) {
+  std::vector<const collective::Request*> requests;
+  for (const RunnerWork* work : works) {
+    if (!work->is_message() || work->runner_ != works.front()->runner_) return false;
+    requests.push_back(work->requests_.front().get());
+  }
+  return !works.empty() && works.front()->runner_->cancel(requests);
 }
 
 void RunnerWork::abort() {

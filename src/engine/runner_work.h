@@ -72,6 +72,8 @@ class RunnerWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
   bool is_message() const;
+  // For receives of one runner that nobody waits for any more: as Runner::cancel.
+  static bool cancel(const std::vector<RunnerWork*>& works);
 
  private:
   friend class FutureDriver;

@@ -94,8 +94,8 @@ class TensorCall {
         "This engine takes dense tensors on the CPU.\nMove the tensor there, or choose another.");
   }
   [[noreturn]] void refuse(const std::string& message) const {
-    TensorChecks{runner_->rank(), runner_->size()}.refuse(c10d::opTypeToString(type_).c_str(),
-                                                          message);
+    TensorChecks{runner_->global_rank(runner_->rank()), runner_->size()}.refuse(
+        c10d::opTypeToString(type_).c_str(), message);
   }
 
   const std::shared_ptr<collective::Runner> runner_;

@@ -26,7 +26,7 @@ class TensorEngine : public c10d::Backend {
                std::shared_ptr<shm::Group> memory)
       : c10d::Backend(runner->rank(), runner->size()),
         name_(std::move(name)),
-        checks_{runner->rank(), runner->size()},
+        checks_{runner->global_rank(runner->rank()), runner->size()},
         runner_(std::move(runner)),
         memory_(std::move(memory)) {}
 
@@ -68,6 +68,10 @@ class TensorEngine : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override;
+  // reduce_once.h. Both tensors are contiguous: the output is written where it is, by other ranks.
+  bool can_reduce_once() const { return runner_->can_reduce_once(); }
+  WorkPtr reduce_once(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
+
   WorkPtr send(Tensors& tensors, int peer, int tag) override;
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;

@@ -21,8 +21,8 @@ struct Hello {
   std::string program_hash = {};  // of its file; empty: it may be run, but not read
   std::vector<std::string> arguments = {};
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Hello, host_rank, num_hosts, num_ranks, host, job_id, program,
-                                   program_hash, arguments)
+LOCKSTEP_JSON_FIELDS(Hello, host_rank, num_hosts, num_ranks, host, job_id, program, program_hash,
+                     arguments)
 
 // Reads the program's file.
 Hello hello_of(const RunOptions& options);

@@ -19,7 +19,7 @@ struct Generation {
   int world_size = 0;
   int max_restarts = 0;  // host 0's, which decides
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, number, first_rank, world_size, max_restarts)
+LOCKSTEP_JSON_FIELDS(Generation, number, first_rank, world_size, max_restarts)
 
 // Why a job has to stop: the first thing that happened.
 struct StopCause {
@@ -35,8 +35,8 @@ struct StopCause {
   bool may_restart = true;
   std::vector<std::string> last_lines = {};
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StopCause, host_rank, host, rank, blamed_rank, text, advice,
-                                   code, signal, is_interrupt, may_restart, last_lines)
+LOCKSTEP_JSON_FIELDS(StopCause, host_rank, host, rank, blamed_rank, text, advice, code, signal,
+                     is_interrupt, may_restart, last_lines)
 
 // Which of two causes explains the end better: a failure counts for more than ranks that have saved
 // and left, and most if no other rank is blamed for it.

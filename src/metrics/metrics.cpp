@@ -78,11 +78,11 @@ double finite_mean(const at::Tensor& loss, const World& world) {
   for (int rank = 0; rank < world.size(); ++rank) {
     const auto value = all.view({-1})[rank].item<double>();
     if (std::isfinite(value)) continue;
-    bad += text::format("{}{} on rank {}", bad.empty() ? "" : ", ", value, rank);
+    bad += text::format("{}{} on rank {}", bad.empty() ? "" : ", ", value, world.global_rank(rank));
   }
   if (bad.empty()) return all.mean().item<double>();
   throw UsageError(
-      {.rank = world.rank(), .operation = "finite_mean"},
+      {.rank = world.global_rank(), .operation = "finite_mean"},
       text::format("The loss is {}.\nTake a smaller learning rate, clip the gradients, "
                    "or look for bad samples in that rank's last batch.",
                    bad));
@@ -99,18 +99,24 @@ double StepClock::step_ms() const {
   return took.count() / static_cast<double>(steps_.size() - 1);
 }
 
-double StepClock::samples_per_second() const {
+double StepClock::samples_per_second() const { return own_samples_per_second() * num_ranks_; }
+
+double StepClock::samples_per_second(const World& world) const {
+  return world.sum(own_samples_per_second());
+}
+
+double StepClock::own_samples_per_second() const {
   const double ms = step_ms() * static_cast<double>(steps_.size() - 1);
   if (steps_.size() < 2 || ms <= 0) return 0;
   std::int64_t samples = 0;
   for (std::size_t i = 1; i < steps_.size(); ++i) samples += steps_[i].second;
-  return static_cast<double>(samples) * num_ranks_ / ms * 1000;
+  return static_cast<double>(samples) / ms * 1000;
 }
 
 ProgressBar::ProgressBar(std::int64_t total_steps, const World& world)
     : total_(total_steps), is_shown_(world.rank() == 0) {
   if (total_steps < 1) {
-    throw UsageError({.rank = world.rank(), .operation = "ProgressBar"},
+    throw UsageError({.rank = world.global_rank(), .operation = "ProgressBar"},
                      text::format("{} steps were announced.\nGive 1 or more.", total_steps));
   }
   if (is_shown_) width_ = terminal_width();

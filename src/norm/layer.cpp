@@ -32,56 +32,75 @@ bool Layer::is_training() const {
   return module && module->is_training();
 }
 
+// A counter on a device is not read: the host would wait for it.
 Layer::Counter Layer::look() const {
   if (!num_batches_.defined() || num_batches_.is_inference()) return {};
-  return {num_batches_.item<std::int64_t>(), static_cast<std::int64_t>(num_batches_._version())};
+  const auto version = static_cast<std::int64_t>(num_batches_._version());
+  return {num_batches_.is_cpu() ? num_batches_.item<std::int64_t>() : version, version};
 }
 
 // Since the last one that came here. LibTorch counts a call before it refuses it. Others write the
 // counter, too, such as with a checkpoint's: calls alone would raise it by one with each write. If
-// they have not, it tells nothing.
+// they have not, it tells nothing. Of one that is not read, on a device, only the writes are known:
+// these count, except before the first call, where a rank may have loaded weights; check() looks
+// closer.
 std::int64_t Layer::num_calls(const Counter& now) const {
+  if (!num_batches_.defined()) return 1;
   const std::int64_t raised = now.batches - then_.batches;
+  if (is_on_device()) return has_called_ && raised > 0 ? raised : 1;
   return raised > 0 && raised == now.version - then_.version ? raised : 1;
 }
 
-at::Tensor Layer::tell(double count, std::int64_t num_channels, const at::TensorOptions& options) {
-  at::Tensor mine = at::zeros({kNumTold + 2 * num_channels}, options.dtype(at::kDouble));
+at::Tensor Layer::tell(double count) {
+  at::Tensor mine = at::zeros({kNumTold}, at::kDouble);
   const Counter now = look();
   mine[kCount] = count;
   mine[kIndex] = static_cast<std::int64_t>(index_);
   mine[kCalls] = num_calls(now);
-  mine[kBatches] = now.batches;
+  mine[kBatches] = is_on_device() ? 0 : now.batches;
   then_ = now;
+  has_called_ = true;
   return mine;
 }
 
 void Layer::check(const at::Tensor& all) const {
-  const at::Tensor numbers = all.narrow(1, 0, kNumTold).cpu();
-  const auto told = [table = numbers.accessor<double, 2>()](int rank, Told what) {
+  const auto told = [table = all.accessor<double, 2>()](int rank, Told what) {
     return static_cast<std::int64_t>(table[rank][what]);
   };
   const auto name = [&](int rank) {
     return (*names_)[static_cast<std::size_t>(told(rank, kIndex))];
   };
+  const auto global = [&](int rank) { return world_->global_rank(rank); };
   const auto refuse = [&](int rank, const std::string& what) {
-    throw UsageError({.rank = world_->rank(), .peer = rank, .operation = "SyncBatchNorm"},
-                     text::format("{}\n{}", what, kAdvice));
+    throw UsageError(
+        {.rank = world_->global_rank(), .peer = global(rank), .operation = "SyncBatchNorm"},
+        text::format("{}\n{}", what, kAdvice));
   };
   for (int rank = 0; rank < world_->size(); ++rank) {
     if (told(rank, kCount) < 0) {
-      refuse(rank, text::format("Rank {} could not call the layer {}.", rank, name(rank)));
+      refuse(rank, text::format("Rank {} could not call the layer {}.", global(rank), name(rank)));
     }
     if (told(rank, kIndex) != told(0, kIndex)) {
-      refuse(rank, text::format("Rank 0 calls the layer {}, but rank {} calls {}.", name(0), rank,
-                                name(rank)));
+      refuse(rank, text::format("Rank {} calls the layer {}, but rank {} calls {}.", global(0),
+                                name(0), global(rank), name(rank)));
     }
-    // Counters that are equal were made so: one may have been raised by that.
-    if (told(rank, kCalls) != told(0, kCalls) && told(rank, kBatches) != told(0, kBatches)) {
-      refuse(rank, text::format("The layer {} was called {} times on rank 0, but {} times on rank "
-                                "{}, since the last time that all did.",
-                                name(0), told(0, kCalls), told(rank, kCalls), rank));
-    }
+  }
+  int other = 1;
+  while (other < world_->size() && told(other, kCalls) == told(0, kCalls)) ++other;
+  if (other == world_->size()) return;
+  // Counters that are equal were made so: one may have been written by that. All ranks are here, so
+  // those on a device are read now.
+  const at::Tensor batches =
+      is_on_device()
+          ? world_->all_gather(at::scalar_tensor(num_batches_.item<std::int64_t>(), at::kDouble))
+                .view(-1)
+          : all.select(1, kBatches);
+  for (int rank = other; rank < world_->size(); ++rank) {
+    if (told(rank, kCalls) == told(0, kCalls) || batches[rank].equal(batches[0])) continue;
+    refuse(rank,
+           text::format("The layer {} was called {} times on rank {}, but {} times on rank {}, "
+                        "since the last time that all did.",
+                        name(0), told(0, kCalls), global(0), told(rank, kCalls), global(rank)));
   }
 }
 
@@ -89,7 +108,8 @@ void Layer::give_up() noexcept {
   try {
     const Counter now = look();
     if (now.batches != then_.batches + 1 || now.version != then_.version + 1) return;
-    at::Tensor mine = tell(-1, num_channels_, num_batches_.options());
+    at::Tensor mine = tell(-1);
+    if (num_batches_.is_cpu()) mine = at::cat({mine, at::zeros({2 * num_channels_}, at::kDouble)});
     at::Tensor all = at::empty({world_->size() * mine.numel()}, mine.options());
     world_->backend()->_allgather_base(all, mine)->wait(kPatience);
   } catch (const std::exception&) {  // NOLINT: they are gone, or wait elsewhere

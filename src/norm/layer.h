@@ -30,11 +30,13 @@ class Layer {
   // What a rank tells the others: these numbers, the means of its channels, and the sums of their
   // squared deviations, which add up without cancelling. In double, and summed in the order of
   // ranks: the same bits on all.
+  // kBatches is 0 on a device, where the counter is not read.
   enum Told : std::int64_t { kCount, kIndex, kCalls, kBatches, kNumTold };
 
-  // The numbers for a call with `count` values for each channel; the rest is zero.
-  at::Tensor tell(double count, std::int64_t num_channels, const at::TensorOptions& options);
+  // The numbers for a call with `count` values for each channel, in main memory.
+  at::Tensor tell(double count);
   // Throws UsageError, on all ranks, if these do not make the same calls. `all` has a row per rank.
+  // Collective on a device if it seems that they do not.
   void check(const at::Tensor& all) const;
   // For a rank that unwinds: if LibTorch has refused its last call, the others wait for it.
   void give_up() noexcept;
@@ -47,6 +49,7 @@ class Layer {
   };
   Counter look() const;
   std::int64_t num_calls(const Counter& now) const;
+  bool is_on_device() const { return num_batches_.defined() && !num_batches_.is_cpu(); }
 
   // Constant after construction.
   const std::shared_ptr<World> world_;
@@ -57,6 +60,7 @@ class Layer {
   const at::Tensor num_batches_;
 
   Counter then_;  // at the last call that came here
+  bool has_called_ = false;
 };
 
 }  // namespace lockstep

@@ -48,7 +48,9 @@ class Layers {
     const MutexLock lock(mutex_);
     if (layers_.contains(key.unsafeGetTensorImpl())) return false;
     if (layers_.empty()) {
-      for (const auto dispatch : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+      for (const auto dispatch :
+           {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
+            c10::DispatchKey::AutogradXPU, c10::DispatchKey::AutogradPrivateUse1}) {
         auto& library = libraries_.emplace_back(std::make_unique<torch::Library>(
             torch::Library::IMPL, "aten", dispatch, __FILE__, __LINE__));
         library->impl("batch_norm", torch::CppFunction::makeFromUnboxedFunction(&synchronised));
@@ -119,26 +121,26 @@ class Function : public torch::autograd::Function<Function> {
     const std::int64_t channels = input.size(1);
     const std::int64_t per_channel = input.numel() / std::max<std::int64_t>(channels, 1);
     const auto count = static_cast<double>(per_channel);
-    at::Tensor mine = layer->tell(count, channels, input.options());
+    at::Tensor mine = at::zeros({2 * channels}, input.options().dtype(at::kDouble));
     if (count > 0) {
       const auto [variance, mean] = at::var_mean(wide, dims, /*unbiased=*/false);
-      mine.narrow(0, Layer::kNumTold, channels).copy_(mean);
-      mine.narrow(0, Layer::kNumTold + channels, channels).copy_(variance.to(at::kDouble) * count);
+      mine.narrow(0, 0, channels).copy_(mean);
+      mine.narrow(0, channels, channels).copy_(variance.to(at::kDouble) * count);
     }
-    const at::Tensor all = world->all_gather(mine);
-    layer->check(all);
-    const at::Tensor counts = all.narrow(1, Layer::kCount, 1);
-    const at::Tensor means = all.narrow(1, Layer::kNumTold, channels);
-    const auto total = counts.sum().item<double>();
+    const auto [numbers, all] = gather(*layer, layer->tell(count), mine);
+    const at::Tensor own_counts = numbers.narrow(1, Layer::kCount, 1);
+    const at::Tensor counts = own_counts.to(input.device(), /*non_blocking=*/true);
+    const at::Tensor means = all.narrow(1, 0, channels);
+    const auto total = own_counts.sum().item<double>();
     if (total < 2) {
-      throw UsageError({.rank = world->rank(), .operation = "SyncBatchNorm"},
+      throw UsageError({.rank = world->global_rank(), .operation = "SyncBatchNorm"},
                        text::format("There are {} values for each channel over all ranks, and a "
                                     "variance needs 2.\nUse a larger batch, or eval().",
                                     total));
     }
     const at::Tensor mean = (means * counts).sum(0) / total;
-    const at::Tensor squares = all.narrow(1, Layer::kNumTold + channels, channels).sum(0) +
-                               ((means - mean).pow(2) * counts).sum(0);
+    const at::Tensor squares =
+        all.narrow(1, channels, channels).sum(0) + ((means - mean).pow(2) * counts).sum(0);
     const at::Tensor variance = squares / total;
     const at::Tensor scale = (variance + eps).rsqrt();
     if (running_mean.defined()) {
@@ -190,6 +192,23 @@ class Function : public torch::autograd::Function<Function> {
   }
 
  private:
+  // The numbers and the statistics of all ranks, with a row for each: in main memory in one
+  // message. The host reads the numbers, so they do not go through a device, which it would wait
+  // for; and statistics that not all ranks send are not begun there.
+  static std::pair<at::Tensor, at::Tensor> gather(const Layer& layer, const at::Tensor& numbers,
+                                                  const at::Tensor& statistics) {
+    const World& world = *layer.world();
+    if (!statistics.is_cpu()) {
+      const at::Tensor all_numbers = world.all_gather(numbers);
+      layer.check(all_numbers);
+      return {all_numbers, world.all_gather(statistics)};
+    }
+    const at::Tensor all = world.all_gather(at::cat({numbers, statistics}));
+    const at::Tensor all_numbers = all.narrow(1, 0, numbers.numel());
+    layer.check(all_numbers);
+    return {all_numbers, all.narrow(1, numbers.numel(), statistics.numel())};
+  }
+
   static at::ScalarType bias_type(AutogradContext* context) {
     return static_cast<at::ScalarType>(context->saved_data["bias_type"].toInt());
   }
@@ -262,7 +281,7 @@ struct SyncBatchNormState {
 SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const World& world)
     : state_(std::make_shared<SyncBatchNormState>()) {
   if (!model) {
-    throw UsageError({.rank = world.rank(), .operation = "SyncBatchNorm"},
+    throw UsageError({.rank = world.global_rank(), .operation = "SyncBatchNorm"},
                      "There is no model: the pointer is empty.\nMake the model first.");
   }
   if (world.size() == 1) return;
@@ -274,7 +293,7 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
     const at::Tensor& key = norm.weight.defined() ? norm.weight : norm.running_mean;
     if (!key.defined()) {
       throw UsageError(
-          {.rank = world.rank(), .operation = "SyncBatchNorm"},
+          {.rank = world.global_rank(), .operation = "SyncBatchNorm"},
           text::format("The layer {} has neither weights nor running statistics, so its "
                        "calls cannot be told from others.\nMake it with affine(true) or "
                        "track_running_stats(true).",
@@ -285,7 +304,7 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
                                          norm.num_batches_tracked);
     if (!Layers::of_process().add(key, std::move(layer))) {
       throw UsageError(
-          {.rank = world.rank(), .operation = "SyncBatchNorm"},
+          {.rank = world.global_rank(), .operation = "SyncBatchNorm"},
           text::format("The layer {} is synchronised already.\nMake one SyncBatchNorm for "
                        "a model.",
                        name));

@@ -6,10 +6,12 @@
 #include <lockstep/optim.h>
 
 #include <cmath>
+#include <functional>
 #include <map>
 #include <tuple>
 
 #include "base/text.h"
+#include "ddp/shards.h"
 
 namespace lockstep::optim {
 namespace {
@@ -23,9 +25,10 @@ struct Batch {
   // Parameters whose memory has gaps go through the kernel as copies.
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
 
-  // The kernels walk over memory, so all tensors of a parameter must lie as it does.
-  void add(const at::Tensor& parameter) {
-    at::Tensor target = parameter.detach();
+  // The kernels walk over memory, so all tensors of a parameter must lie as it does. `master` is
+  // what is updated instead of it; undefined: there is none.
+  void add(const at::Tensor& parameter, const at::Tensor& master) {
+    at::Tensor target = master.defined() ? master : parameter.detach();
     if (!target.is_non_overlapping_and_dense()) {
       target = target.contiguous();
       copies.emplace_back(parameter.detach(), target);
@@ -73,8 +76,10 @@ at::Tensor state_for(const at::Tensor& target, const at::Tensor& held) {
                         : at::zeros_like(target, target.options());
 }
 
+using MasterOf = std::function<at::Tensor(const at::Tensor& parameter)>;
+
 template <typename State, typename Options, typename Kernel>
-void adam_step(Optimizer& optimizer, const Kernel& kernel) {
+void adam_step(Optimizer& optimizer, const MasterOf& master_of, const Kernel& kernel) {
   for (auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const Options&>(group.options());
     std::map<Key, Batch> batches;
@@ -85,8 +90,9 @@ void adam_step(Optimizer& optimizer, const Kernel& kernel) {
       if (!slot) slot = std::make_unique<State>();
       auto& state = static_cast<State&>(*slot);
       state.step(state.step() + 1);
-      Batch& batch = batches[key_of(parameter, state.step())];
-      batch.add(parameter);
+      const at::Tensor master = master_of(parameter);
+      Batch& batch = batches[key_of(master.defined() ? master : parameter, state.step())];
+      batch.add(parameter, master);
       const at::Tensor& target = batch.parameters.back();
       state.exp_avg(state_for(target, state.exp_avg()));
       state.exp_avg_sq(state_for(target, state.exp_avg_sq()));
@@ -114,13 +120,15 @@ at::Tensor AdamW::step(LossClosure closure) {
   const at::NoGradGuard no_grad;
   at::Tensor loss = run_closure(closure);
   adam_step<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(
-      *this, [](const Batch& batch, const std::vector<at::Tensor>& steps,
-                const torch::optim::AdamWOptions& options) {
+      *this, [this](const at::Tensor& parameter) { return master_for(parameter); },
+      [](const Batch& batch, const std::vector<at::Tensor>& steps,
+         const torch::optim::AdamWOptions& options) {
         at::_fused_adamw_(batch.parameters, batch.gradients, batch.states[0], batch.states[1],
                           batch.states[2], steps, options.lr(), std::get<0>(options.betas()),
                           std::get<1>(options.betas()), options.weight_decay(), options.eps(),
                           options.amsgrad(), /*maximize=*/false);
       });
+  for (const auto& group : param_groups()) round_to_parameters(group.params());
   return loss;
 }
 
@@ -128,13 +136,15 @@ at::Tensor Adam::step(LossClosure closure) {
   const at::NoGradGuard no_grad;
   at::Tensor loss = run_closure(closure);
   adam_step<torch::optim::AdamParamState, torch::optim::AdamOptions>(
-      *this, [](const Batch& batch, const std::vector<at::Tensor>& steps,
-                const torch::optim::AdamOptions& options) {
+      *this, [this](const at::Tensor& parameter) { return master_for(parameter); },
+      [](const Batch& batch, const std::vector<at::Tensor>& steps,
+         const torch::optim::AdamOptions& options) {
         at::_fused_adam_(batch.parameters, batch.gradients, batch.states[0], batch.states[1],
                          batch.states[2], steps, options.lr(), std::get<0>(options.betas()),
                          std::get<1>(options.betas()), options.weight_decay(), options.eps(),
                          options.amsgrad(), /*maximize=*/false);
       });
+  for (const auto& group : param_groups()) round_to_parameters(group.params());
   return loss;
 }
 
@@ -151,8 +161,9 @@ at::Tensor SGD::step(LossClosure closure) {
       const auto found = state().find(parameter.unsafeGetTensorImpl());
       const bool is_first = found == state().end() ||
                             !static_cast<State&>(*found->second).momentum_buffer().defined();
-      Batch& batch = batches[key_of(parameter, is_first ? 0 : 1)];
-      batch.add(parameter);
+      const at::Tensor master = master_for(parameter);
+      Batch& batch = batches[key_of(master.defined() ? master : parameter, is_first ? 0 : 1)];
+      batch.add(parameter, master);
       if (options.momentum() == 0) continue;
       auto& slot = state()[parameter.unsafeGetTensorImpl()];
       if (!slot) slot = std::make_unique<State>();
@@ -166,6 +177,7 @@ at::Tensor SGD::step(LossClosure closure) {
                       /*maximize=*/false, /*is_first_step=*/std::get<3>(key) == 0);
       batch.finish();
     }
+    round_to_parameters(group.params());
   }
   return loss;
 }
@@ -177,17 +189,35 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
                      text::format("max_norm is {}.\nGive a positive number.", max_norm));
   }
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> gradients;
+  const auto norms_of = [](const std::vector<at::Tensor>& some) {
+    std::vector<double> norms;
+    for (const at::Tensor& norm : at::_foreach_norm(some, 2)) norms.push_back(norm.item<double>());
+    return norms;
+  };
+  std::vector<at::Tensor> gradients;  // in the order of parameters, so that the sum is the same
+  std::vector<at::Tensor> own;
   for (const at::Tensor& parameter : parameters) {
-    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+    const at::Tensor shared = Shards::gradient_of(parameter);
+    if (parameter.grad().defined()) own.push_back(parameter.grad());
+    if (shared.defined() || parameter.grad().defined()) {
+      gradients.push_back(shared.defined() ? shared : parameter.grad());
+    }
   }
   if (gradients.empty()) return 0;
+  const std::vector<double> own_norms = own.empty() ? std::vector<double>() : norms_of(own);
+  const std::vector<double> shared_norms = Shards::measure_gradients(parameters, norms_of);
   double squares = 0;
-  for (const at::Tensor& norm : at::_foreach_norm(gradients, 2)) {
-    const auto value = norm.item<double>();
+  for (std::size_t i = 0, k = 0; i + k < gradients.size();) {
+    const bool is_own = i < own.size() && gradients[i + k].is_same(own[i]);
+    const double value = is_own ? own_norms[i++] : shared_norms[k++];
     squares += value * value;
   }
   const double total = std::sqrt(squares);
+  if (!own.empty() && !shared_norms.empty() && !Shards::is_same_on_hosts(parameters, total)) {
+    throw UsageError({.operation = "clip_grad_norm"},
+                     "The norm of the gradients is not the same on all ranks of a host, which "
+                     "share some of them.\nClip gradients that are not averaged on their own.");
+  }
   if (must_be_finite && !std::isfinite(total)) {
     std::size_t first = 0;
     while (first + 1 < gradients.size() && at::isfinite(gradients[first]).all().item<bool>()) {
@@ -204,7 +234,12 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   }
   // As Python's: a little less than max_norm, so that rounding does not exceed it.
   const double scale = max_norm / (total + 1e-6);
-  if (scale < 1) at::_foreach_mul_(gradients, scale);
+  if (!(scale < 1)) return total;
+  if (!own.empty()) at::_foreach_mul_(own, scale);
+  Shards::change_gradients(parameters, [&](const std::vector<at::Tensor>& parts) {
+    at::_foreach_mul_(parts, scale);
+    return 0.0;
+  });
   return total;
 }
 

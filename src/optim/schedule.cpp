@@ -115,7 +115,8 @@ void Schedule::step() {
 double Schedule::lr() const { return base_lrs_.empty() ? 0 : base_lrs_[0] * curve_(steps_); }
 
 void Schedule::check_state(const State& state) const {
-  if (state.base_lrs.size() != base_lrs_.size() || state.steps < 0) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // what a double counts exactly
+  if (state.base_lrs.size() != base_lrs_.size() || state.steps < 0 || state.steps > kMost) {
     throw UsageError(
         {.operation = "Schedule"},
         text::format("The state has {} learning rates and {} steps, but the optimizer has "

@@ -356,7 +356,8 @@ std::optional<std::string> judge(const std::vector<std::string>& states) {
   for (const std::string& state : states) ranks.push_back(read_state(state));
   const auto is_missing = [&](const ReadState::Awaited& wait) {
     return std::ranges::any_of(ranks, [&](const ReadState& rank) {
-      // A channel is made on all ranks before any can use it: who has none has ended it.
+      // A channel is made on all its ranks before any can use it: who has none is not one of them
+      // (World::split), or has ended it.
       const auto started = rank.started.find(wait.channel);
       return started != rank.started.end() && started->second < wait.number;
     });

@@ -4,7 +4,8 @@
 // A world and each of its duplicates (one for every wrapped model) has an engine of its own, and an
 // engine sees only its own operations. If rank 0 waits in one and rank 1 in another, both would
 // wait until the timeout. All engines of a joined world share its board; an engine is a *channel*
-// there, and its operations are numbered, the same on all ranks.
+// there, and its operations are numbered, the same on all ranks. The channel of a part of the world
+// (World::split) is there on the part's ranks only.
 //
 // Words. A *caller* is a thread that has joined the world or has ever started an operation, until
 // it ends. A rank

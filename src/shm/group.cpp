@@ -2,10 +2,13 @@
 
 #include <lockstep/error.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <thread>
+#include <utility>
 
 #include "base/cause.h"
 #include "base/log.h"
@@ -40,6 +43,7 @@ Group::Group(const GroupOptions& options, const Exchange& exchange)
     : options_(options),
       peers_(connect(options, exchange)),
       num_looks_(peers_.has_core_for_each ? kLooksPerYield : 1),
+      pid_(::getpid()),
       areas_(peers_),
       messages_(peers_, areas_),
       pieces_(peers_, areas_, options.simd) {
@@ -49,6 +53,7 @@ Group::Group(const GroupOptions& options, const Exchange& exchange)
 Group::~Group() { leave(); }
 
 void Group::leave() noexcept {
+  if (is_forked()) return;
   const MutexLock lock(mutex_);
   if (has_left_) return;
   has_left_ = true;
@@ -64,6 +69,42 @@ void Group::leave() noexcept {
 void Group::forget_requests() {
   pieces_.clear();
   messages_.clear();
+  set_idle();
+}
+
+// A group that nobody shares cannot be kept alive by others who move it on: it is not listed.
+void Group::set_busy() {
+  if (place_ && place_->is_busy()) return;
+  if (!place_ && (options_.is_attended || weak_from_this().expired())) return;
+  if (!place_) place_ = neighbours::add(weak_from_this());
+  place_->set_busy(true);
+}
+
+void Group::set_idle() {
+  if (place_) place_->set_busy(false);
+}
+
+// What a forked child has of its parent's group is the memory that the parent goes on to use.
+bool Group::is_forked() const noexcept { return ::getpid() != pid_; }
+
+bool Group::move_on(bool is_waiting) noexcept {
+  if (is_forked() || !mutex_.try_lock()) return false;
+  bool has_moved = false;
+  if (place_ && place_->is_busy()) {
+    try {
+      has_moved = progress(is_waiting);
+    } catch (...) {
+      remember(std::current_exception());
+    }
+    if (pieces_.is_idle() && messages_.is_idle()) set_idle();
+  }
+  mutex_.unlock();
+  return has_moved;
+}
+
+bool Group::cancel(std::span<const Request* const> requests) {
+  const MutexLock lock(mutex_);
+  return messages_.cancel(requests);
 }
 
 std::byte* Group::allocate(std::size_t bytes) {
@@ -80,13 +121,14 @@ std::byte* Group::allocate(std::size_t bytes) {
 void Group::release(std::byte* memory) noexcept { areas_.release(memory); }
 
 std::shared_ptr<collective::Request> Group::start(Operation operation) {
-  collective::check(operation, peers_.my_global_rank(), size());
+  collective::check(operation, *this);
   const MutexLock lock(mutex_);
   throw_if_failed();
   const std::uint64_t number =
       options_.channel ? options_.channel->start(collective::name_of(operation.kind)) : 0;
   auto request = pieces_.add(std::move(operation));
   request->number = number;
+  set_busy();
   return request;
 }
 
@@ -97,6 +139,7 @@ std::shared_ptr<MessageRequest> Group::start(Message message) {
   try {
     auto request = messages_.add(std::move(message));
     messages_.progress();
+    set_busy();
     return request;
   } catch (...) {
     fail(std::current_exception());
@@ -149,6 +192,7 @@ bool Group::poll(const Request& request) {
   } catch (...) {
     fail(std::current_exception());
   }
+  if (neighbours::are_others_busy(place_.get())) looks_.look(place_.get(), false, Clock::now());
   return is_done(request);
 }
 
@@ -177,6 +221,9 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     }
     const auto now = Clock::now();
     if (now >= until) return false;
+    if (neighbours::are_others_busy(place_.get())) {
+      has_moved |= looks_.look(place_.get(), true, now);
+    }
     if (has_moved) spin_until = now + options_.spin;
     if (now < spin_until) {
       if (!has_moved) ::sched_yield();
@@ -196,9 +243,11 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
       has_warned = true;
       warn_of(request);
     }
+    const auto next_look = looks_.next(place_.get());  // the peers of others do not wake this rank
     {
       const MutexUnlock unlock(mutex_);
-      sleep.nap(std::min<std::chrono::nanoseconds>({kPeerCheckInterval, timeout, until - now}));
+      sleep.nap(std::min<std::chrono::nanoseconds>(
+          {kPeerCheckInterval, timeout, until - now, std::max(next_look, now) - now}));
     }
     throw_if_failed();
     spin_until = Clock::now() + std::min(options_.spin, kShortSpin);
@@ -220,10 +269,12 @@ std::chrono::milliseconds Group::timeout_of(const Request& request) const {
 }
 
 // Throws if the request cannot end any more, because a rank is gone or has failed. A rank that has
-// retired an operation's last piece has done its part.
+// retired an operation's last piece has done its part. One that has left comes last: it may have
+// done so because another has died, which it has seen in another group.
 void Group::check_peers_of(const Request& request) {
   const auto* message = dynamic_cast<const MessageRequest*>(&request);
   const Activity activity = message != nullptr ? activity_of(request) : pieces_.oldest_activity();
+  std::optional<std::pair<int, PeerState>> first_left;
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank()) continue;
     const auto matters = [&]() LOCKSTEP_REQUIRES(mutex_) {
@@ -238,8 +289,11 @@ void Group::check_peers_of(const Request& request) {
     if (!matters()) continue;
     // It may have done its part and gone between two looks: what it did counts.
     const PeerState state = look_at(peer);
-    if (!state.is_fine() && matters()) throw_lost(peer, state, activity);
+    if (state.is_fine() || !matters()) continue;
+    if (state.state != RankState::kLeft) throw_lost(peer, state, activity);
+    if (!first_left) first_left = {peer, state};
   }
+  if (first_left && !is_done(request)) throw_lost(first_left->first, first_left->second, activity);
 }
 
 std::string Group::describe(int peer) const {

@@ -4,13 +4,16 @@
 // error on all ranks. Results do not depend on timing: see collective/reduce.h. No wait is without
 // a deadline, and a rank that dies, leaves or fails ends the waiting of all others (layout.h, "A
 // piece's life"). Threading: any thread may call; one mutex guards all state, and is free while a
-// thread sleeps.
+// thread sleeps. Who waits here moves the other groups of this process on, too (neighbours.h).
 #pragma once
+
+#include <sys/types.h>
 
 #include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,6 +22,7 @@
 #include "shm/areas.h"
 #include "shm/board.h"
 #include "shm/messages.h"
+#include "shm/neighbours.h"
 #include "shm/peers.h"
 #include "shm/pieces.h"
 
@@ -37,12 +41,14 @@ struct GroupOptions {
   // With other hosts: what errors call a rank of any, by its global rank.
   std::function<std::string(int global_rank)> describe = {};
   std::shared_ptr<BoardChannel> channel = {};  // if other ranks are to see what this one waits for
+  // A thread of the caller's own waits for whatever is started: nobody else need move it on.
+  bool is_attended = false;
 };
 
 // Gives every rank the texts of all ranks, in the order of ranks. Used while a group is made.
 using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
 
-class Group final : public collective::Runner {
+class Group final : public collective::Runner, public std::enable_shared_from_this<Group> {
  public:
   using Request = collective::Request;
 
@@ -54,12 +60,22 @@ class Group final : public collective::Runner {
 
   int rank() const override { return peers_.rank; }
   int size() const override { return peers_.size; }
+  int global_rank(int peer) const override { return peers_.global_rank(peer); }
+  bool can_reduce_once() const override { return true; }
   std::shared_ptr<Request> start(Operation operation) override;
   std::shared_ptr<collective::MessageRequest> start(Message message) override;
 
   // Moves all operations on, without doing more than this rank's share.
   bool poll(const Request& request) override;
   bool wait_until(const Request& request, TimePoint until) override;
+
+  // Takes back receives that no message has come for.
+  bool cancel(std::span<const Request* const> requests) override;
+
+  // For one that waits in another group: the same as poll() for all requests, unless another thread
+  // is in this group. What goes wrong is thrown to those who wait here. Returns whether anything
+  // moved.
+  bool move_on(bool is_waiting) noexcept;
 
   // For one that waits elsewhere: throws if a rank has failed, or has died before it left.
   void check_peers(const Activity& activity);
@@ -83,6 +99,10 @@ class Group final : public collective::Runner {
   bool is_done(const Request& request) LOCKSTEP_REQUIRES(mutex_);
   bool is_known_to_be_done(const Request& request) LOCKSTEP_REQUIRES(mutex_);
   bool wait_locked(const Request& request, TimePoint until) LOCKSTEP_REQUIRES(mutex_);
+
+  void set_busy() LOCKSTEP_REQUIRES(mutex_);
+  void set_idle() LOCKSTEP_REQUIRES(mutex_);
+  bool is_forked() const noexcept;
 
   Activity activity_of(const Request& request) const;
   std::chrono::milliseconds timeout_of(const Request& request) const;
@@ -111,6 +131,7 @@ class Group final : public collective::Runner {
   GroupOptions options_;
   Peers peers_;
   const int num_looks_;  // before a rank that waits offers its core to others
+  const pid_t pid_;      // of the process that made it
 
   Areas areas_;
   Mutex mutex_;
@@ -118,6 +139,10 @@ class Group final : public collective::Runner {
   Pieces pieces_ LOCKSTEP_GUARDED_BY(mutex_);
   std::exception_ptr failure_ LOCKSTEP_GUARDED_BY(mutex_);
   bool has_left_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  // Among the neighbours of others, from the first operation on. Made busy by start(); found to be
+  // idle by others who wait, so that a call that nobody waits beside pays nothing for it.
+  std::shared_ptr<neighbours::Place> place_ LOCKSTEP_GUARDED_BY(mutex_);
+  neighbours::Looks looks_ LOCKSTEP_GUARDED_BY(mutex_);  // at others
 };
 
 }  // namespace lockstep::shm

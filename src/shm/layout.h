@@ -8,8 +8,8 @@
 //   posted   the record is written and the input may be read by others; slot.posted = s (release)
 //   ready    posted by all ranks (acquire): the records are compared
 //   done     either this rank has taken what it needs from the others ("pull"), or all chunks of
-//   the
-//            piece have been reduced in place by whoever claimed them ("claim")
+//            the piece have been reduced by whoever claimed them ("claim"): in place, or, of
+//            kReduceOnce, into the output that all ranks share
 //   retired  this rank needs nothing of the others' memory of this piece; control.retired = s
 // Slot and staging memory of piece s may be used again once all ranks have retired s.
 #pragma once
@@ -31,7 +31,7 @@ using collective::Reduction;
 using collective::Signature;
 
 constexpr std::uint64_t kShmMagic = 0x6c6f636b73746570;  // "lockstep"
-constexpr std::uint32_t kShmVersion = 5;                 // of everything in this file
+constexpr std::uint32_t kShmVersion = 6;                 // of everything in this file
 
 constexpr std::uint64_t kSlots = 64;       // pieces in flight
 constexpr std::size_t kTinyBytes = 8;      // inputs up to this size travel in the slot

@@ -34,6 +34,15 @@ std::shared_ptr<PendingMessage> Messages::add(Message message) {
   return request;
 }
 
+bool Messages::cancel(std::span<const collective::Request* const> requests) {
+  const auto is_one = [&](const Pending& expected) {
+    return std::ranges::find(requests, expected.get()) != requests.end();
+  };
+  if (std::ranges::count_if(expected_, is_one) != std::ssize(requests)) return false;
+  std::erase_if(expected_, is_one);
+  return true;
+}
+
 bool Messages::progress() {
   bool has_moved = false;
   // A ring belongs to the first message in it: later ones to the same rank wait for their turn.

@@ -8,6 +8,7 @@
 
 #include <deque>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "collective/request.h"
@@ -38,6 +39,8 @@ class Messages {
     outgoing_.clear();
     expected_.clear();
   }
+  // Forgets receives that no message has come for; false, and forgets none, if one of them is none.
+  bool cancel(std::span<const collective::Request* const> requests);
   bool is_idle() const { return outgoing_.empty() && expected_.empty(); }
 
   // Returns whether anything moved. Throws MismatchError.

@@ -167,7 +167,8 @@ void Pieces::compare_records(const Piece& piece) const {
   }
 }
 
-// All records are there. They decide how an all-reduce is done.
+// All records are there. They decide how an all-reduce is done; what is reduced once is claimed
+// whatever its size, so that each element is written by one rank.
 void Pieces::make_ready(Piece& piece) {
   compare_records(piece);
   std::uint64_t least_retired = num_retired_;
@@ -177,14 +178,15 @@ void Pieces::make_ready(Piece& piece) {
   piece.is_ready = true;
   min_retired_ = std::max(min_retired_, least_retired);
   const Operation& operation = piece.operation();
-  if (operation.kind != Kind::kAllReduce) return;
+  const bool is_once = operation.kind == Kind::kReduceOnce && piece.count != 0;
+  if (operation.kind != Kind::kAllReduce && !is_once) return;
   const std::size_t element = size_of(operation.type);
   const std::size_t bytes = piece.count * element;
-  bool is_in_place = peers_.size > 2 && bytes > kPullBytes;
+  bool is_claimed = is_once || (peers_.size > 2 && bytes > kPullBytes);
   for (int peer = 0; peer < peers_.size; ++peer) {
-    is_in_place |= slot(peer, piece).record.place < kFirstThatIsNoArea;
+    is_claimed |= slot(peer, piece).record.place < kFirstThatIsNoArea;
   }
-  if (!is_in_place) return;
+  if (!is_claimed) return;
   piece.is_claimed = true;
   const std::size_t wanted = std::clamp<std::size_t>(
       bytes / kChunkBytes, static_cast<std::size_t>(peers_.size), kMaxChunks);
@@ -242,8 +244,8 @@ void Pieces::pull(const Piece& piece) {
                      simd_);
 }
 
-// Reduces chunks in place, for all ranks at once. A rank that computes takes only its share, so
-// that the one that is behind is not given more to do; a rank that waits takes what it finds.
+// Reduces chunks for all ranks at once. A rank that computes takes only its share, so that the one
+// that is behind is not given more to do; a rank that waits takes what it finds.
 bool Pieces::reduce_chunks(Piece& piece, bool is_waiting) {
   Slot& shared = slot(0, piece);
   const auto num_ranks = static_cast<std::size_t>(peers_.size);
@@ -266,14 +268,19 @@ bool Pieces::reduce_chunks(Piece& piece, bool is_waiting) {
     if (shared.num_done.fetch_add(1) + 1 == piece.num_chunks) peers_.ring_all();
     has_moved = true;
   }
-  // Acquires what all the others have reduced.
+  // Acquires what all the others have reduced, and that they have read this rank's input.
   if (shared.num_done.load() != piece.num_chunks) return has_moved;
+  if (piece.operation().kind != Kind::kReduceOnce) take_result(piece);
+  finish(piece);
+  return true;
+}
+
+// What was reduced in place, if that is not where the caller wants it.
+void Pieces::take_result(const Piece& piece) {
   const std::size_t element = size_of(piece.operation().type);
   std::byte* result = input_of(peers_.rank, piece, 0);
   std::byte* output = piece.operation().output.base + piece.first * element;
   if (result != output) std::memcpy(output, result, piece.count * element);
-  finish(piece);
-  return true;
 }
 
 void Pieces::reduce_chunk(const Piece& piece, std::size_t chunk) {
@@ -282,17 +289,20 @@ void Pieces::reduce_chunk(const Piece& piece, std::size_t chunk) {
   const void* inputs[kMaxRanks];
   void* outputs[kMaxRanks];
   double factors[kMaxRanks];
+  const std::size_t element = size_of(operation.type);
   for (int peer = 0; peer < peers_.size; ++peer) {
-    outputs[peer] = input_of(peer, piece, 0) + first * size_of(operation.type);
+    outputs[peer] = input_of(peer, piece, 0) + first * element;
     inputs[peer] = outputs[peer];
     factors[peer] = slot(peer, piece).record.factor;
   }
+  const bool is_once = operation.kind == Kind::kReduceOnce;
+  if (is_once) outputs[0] = operation.output.base + (piece.first + first) * element;
   collective::reduce({.type = operation.type,
                       .reduction = operation.reduction,
                       .num_inputs = peers_.size,
                       .inputs = inputs,
                       .factors = factors,
-                      .num_outputs = peers_.size,
+                      .num_outputs = is_once ? 1 : peers_.size,
                       .outputs = outputs,
                       .count = std::min(piece.chunk_elements, piece.count - first)},
                      simd_);

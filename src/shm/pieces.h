@@ -41,6 +41,7 @@ class Pieces {
   bool progress(bool is_waiting);
 
   bool is_done(PendingOperation& request);
+  bool is_idle() const { return waiting_.empty() && active_.empty(); }  // nothing here to be done
   void clear();
 
   // The number of the oldest piece that is not retired, or of the next one.
@@ -65,7 +66,7 @@ class Pieces {
     std::size_t count = 0;
     int num_seen = 0;  // ranks below this have posted
     bool is_ready = false;
-    bool is_claimed = false;  // reduced in place, by chunks
+    bool is_claimed = false;  // reduced by chunks, for all ranks at once
     bool is_done = false;
     std::size_t num_chunks = 0;
     std::size_t chunk_elements = 0;
@@ -86,6 +87,7 @@ class Pieces {
   void pull(const Piece& piece);
   bool reduce_chunks(Piece& piece, bool is_waiting);
   void reduce_chunk(const Piece& piece, std::size_t chunk);
+  void take_result(const Piece& piece);
   void finish(Piece& piece) const;
   void retire();
   std::uint64_t min_retired();

@@ -2,81 +2,65 @@
 // waits, and turns what the engine throws into an error that names operation and rank.
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
 #include <lockstep/error.h>
 #include <lockstep/world.h>
 
 #include <functional>
 
 #include "base/cause.h"
+#include "base/posix.h"
 #include "base/purpose.h"
 #include "base/text.h"
 #include "shm/board.h"
+#include "world/arguments.h"
 #include "world/exchange.h"
+#include "world/pending.h"
 #include "world/state.h"
 #include "world/translate.h"
 
 namespace lockstep {
-namespace {
 
-using Work = c10::intrusive_ptr<c10d::Work>;
-
-std::string describe_tensor(const at::Tensor& tensor) {
-  return text::format("{}[{}], {} bytes", c10::toString(tensor.scalar_type()),
-                      text::join(tensor.sizes(), ", "), tensor.nbytes());
-}
-
-enum class Use { kRead, kWritten };
-
-void check_dense(const at::Tensor& tensor, Use use, int rank, const char* operation) {
-  const bool is_dense = tensor.defined() && tensor.layout() == at::kStrided;
-  const bool is_overlapping =
-      is_dense && use == Use::kWritten && at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
-  if (is_dense && !is_overlapping) return;
-  throw UsageError(
-      {.rank = rank, .operation = operation},
-      text::format("{} was given {}.\nGive it a dense tensor of its own memory.", operation,
-                   !tensor.defined() ? "an undefined tensor"
-                   : is_overlapping  ? "an expanded tensor, whose elements share memory"
-                                     : "a sparse tensor"));
-}
-
-// Contiguous, and with a pending conjugation or negation carried out.
-at::Tensor make_dense(const at::Tensor& tensor) {
-  return tensor.detach().resolve_conj().resolve_neg().contiguous();
-}
-
-// `state`: of the world, which is its own.
-template <typename State>
-void wait_for(const State& state, const char* operation, const std::string& subject,
-              const std::function<Work()>& start) {
+Pending World::start(const char* operation, const at::Tensor& subject,
+                     const std::function<Works()>& start_works,
+                     std::function<at::Tensor()> finish) const {
   // Here, too, as not all engines look at the board.
-  if (const auto& channel = state.context.channel) {
-    shm::refuse_on_rank0(channel->board().get(), state.rank, operation);
+  if (const auto& channel = state_->context.channel) {
+    shm::refuse_on_rank0(channel->board().get(), global_rank(), operation);
   }
+  throw_late_failure(*this, *state_->unfinished);
+  std::optional<NoSigpipe> no_sigpipe;
+  if (state_->traits.writes_to_sockets) no_sigpipe.emplace();
   try {
-    start()->wait();
+    return Pending(std::make_shared<Pending::State>(
+        *this, Pending::State::Call{operation, subject, start_works(), std::move(finish)},
+        state_->context.timeout, state_->unfinished));
   } catch (...) {
-    rethrow_translated(std::current_exception(), state.members, state.rank, operation, subject);
+    rethrow_translated(std::current_exception(), members(), rank(), operation,
+                       describe_tensor(subject));
   }
 }
 
-}  // namespace
-
-void World::barrier() const {
-  wait_for(*state_, "barrier", "all ranks", [&] { return backend()->barrier(); });
+Pending World::barrier_async() const {
+  return start("barrier", {}, [&] { return Works{{backend()->barrier()}}; }, {});
 }
 
-at::Tensor World::all_reduce(const at::Tensor& tensor, const ReduceOp& op) const {
-  check_dense(tensor, Use::kWritten, rank(), "all_reduce");
-  const at::NoGradGuard no_grad;
+void World::barrier() const { barrier_async().wait(); }
+
+Pending World::all_reduce_async(const at::Tensor& tensor, const ReduceOp& op) const {
+  check_dense(*this, "all_reduce", tensor, Use::kWritten);
   std::vector<at::Tensor> dense = {make_dense(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  wait_for(*state_, "all_reduce", describe_tensor(tensor),
-           [&] { return backend()->allreduce(dense, options); });
-  if (dense[0].data_ptr() != tensor.data_ptr()) tensor.copy_(dense[0]);
-  return tensor;
+  return start(
+      "all_reduce", tensor,
+      [&] {
+        return Works{{backend()->allreduce(dense, options), tensor.device().type()}};
+      },
+      write_back(tensor, dense[0]));
+}
+
+at::Tensor World::all_reduce(const at::Tensor& tensor, const ReduceOp& op) const {
+  return all_reduce_async(tensor, op).result();
 }
 
 double World::sum(double value) const {
@@ -85,52 +69,61 @@ double World::sum(double value) const {
 
 double World::sum(const at::Tensor& value) const { return sum(value.item<double>()); }
 
-at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
-  check_dense(tensor, Use::kWritten, rank(), "broadcast");
-  if (root < 0 || root >= size()) {
-    throw UsageError({.rank = rank(), .operation = "broadcast"},
-                     text::format("broadcast was given root {} in a world of {}.\n"
-                                  "Give a rank from 0 to {}.",
-                                  root, size(), size() - 1));
-  }
-  const at::NoGradGuard no_grad;
+Pending World::broadcast_async(const at::Tensor& tensor, int root) const {
+  check_dense(*this, "broadcast", tensor, Use::kWritten);
+  check_root(*this, "broadcast", root);
   std::vector<at::Tensor> dense = {make_dense(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  wait_for(*state_, "broadcast", describe_tensor(tensor),
-           [&] { return backend()->broadcast(dense, options); });
-  if (dense[0].data_ptr() != tensor.data_ptr()) tensor.copy_(dense[0]);
-  return tensor;
+  return start(
+      "broadcast", tensor,
+      [&] {
+        return Works{{backend()->broadcast(dense, options), tensor.device().type()}};
+      },
+      write_back(tensor, dense[0]));
+}
+
+at::Tensor World::broadcast(const at::Tensor& tensor, int root) const {
+  return broadcast_async(tensor, root).result();
+}
+
+Pending World::all_gather_async(const at::Tensor& tensor) const {
+  check_dense(*this, "all_gather", tensor, Use::kRead);
+  at::Tensor input = make_dense(tensor).view(-1);  // flat: engines differ about shapes
+  // What is returned is no view: one that was made here could not be changed in place later.
+  const at::Tensor output = at::empty(stacked(*this, tensor), input.options());
+  at::Tensor flat = output.view(-1);
+  return start(
+      "all_gather", tensor,
+      [&] {
+        return Works{{backend()->_allgather_base(flat, input), tensor.device().type()}};
+      },
+      [output] { return output; });
 }
 
 at::Tensor World::all_gather(const at::Tensor& tensor) const {
-  check_dense(tensor, Use::kRead, rank(), "all_gather");
-  const at::NoGradGuard no_grad;
-  at::Tensor input = make_dense(tensor).view(-1);  // flat: engines differ about shapes
-  at::Tensor output = at::empty({size() * input.numel()}, input.options());
-  wait_for(*state_, "all_gather", describe_tensor(tensor),
-           [&] { return backend()->_allgather_base(output, input); });
-  std::vector<std::int64_t> sizes = tensor.sizes().vec();
-  sizes.insert(sizes.begin(), size());
-  return output.view(sizes);
+  return all_gather_async(tensor).result();
+}
+
+Pending World::reduce_scatter_async(const at::Tensor& tensor, const ReduceOp& op) const {
+  check_dense(*this, "reduce_scatter", tensor, Use::kRead);
+  check_parts(*this, "reduce_scatter", tensor);
+  at::Tensor input = make_dense(tensor).view(-1);
+  const at::Tensor output = at::empty(tensor.sizes().slice(1), input.options());
+  at::Tensor flat = output.view(-1);
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  return start(
+      "reduce_scatter", tensor,
+      [&] {
+        return Works{
+            {backend()->_reduce_scatter_base(flat, input, options), tensor.device().type()}};
+      },
+      [output] { return output; });
 }
 
 at::Tensor World::reduce_scatter(const at::Tensor& tensor, const ReduceOp& op) const {
-  check_dense(tensor, Use::kRead, rank(), "reduce_scatter");
-  if (tensor.dim() == 0 || tensor.size(0) != size()) {
-    throw UsageError({.rank = rank(), .operation = "reduce_scatter"},
-                     text::format("reduce_scatter was given {}, whose first dimension is not the "
-                                  "{} ranks of this world.\nGive one part per rank.",
-                                  describe_tensor(tensor), size()));
-  }
-  const at::NoGradGuard no_grad;
-  at::Tensor input = make_dense(tensor).view(-1);
-  at::Tensor output = at::empty({input.numel() / size()}, input.options());
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = op;
-  wait_for(*state_, "reduce_scatter", describe_tensor(tensor),
-           [&] { return backend()->_reduce_scatter_base(output, input, options); });
-  return output.view(tensor.sizes().slice(1));
+  return reduce_scatter_async(tensor, op).result();
 }
 
 World::OnRank0::OnRank0(const World& world)
@@ -147,13 +140,14 @@ std::string World::share_from_rank0(std::string answer, std::exception_ptr failu
   constexpr char kFailure = 'f';
   std::string sent;
   if (rank() == 0) {
-    sent = failure ? kFailure + to_text(cause_of(failure, 0, ErrorKind::kUsage)) : kAnswer + answer;
+    sent = failure ? kFailure + to_text(cause_of(failure, global_rank(), ErrorKind::kUsage))
+                   : kAnswer + answer;
   }
   const std::string received = share_text(*this, sent, 0);
   if (failure) std::rethrow_exception(failure);
   if (received.front() == kFailure) {
     throw_cause(cause_from(std::string_view(received).substr(1)),
-                {.rank = rank(), .peer = 0, .operation = "on_rank0"});
+                {.rank = global_rank(), .peer = global_rank(0), .operation = "on_rank0"});
   }
   return received.substr(1);
 }

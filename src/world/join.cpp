@@ -9,7 +9,6 @@
 
 #include "base/env.h"
 #include "base/log.h"
-#include "base/purpose.h"
 #include "base/text.h"
 #include "engine/engines.h"
 #include "engine/hosts.h"
@@ -158,6 +157,8 @@ World World::join(const JoinOptions& options) {
   auto state = std::make_shared<State>();
   state->rank = placement.rank;
   state->members = rendezvous.members;
+  state->local_rank = state->self().local_rank;
+  state->engine = engine;
   state->local_size = static_cast<int>(Hosts(rendezvous.members).with(placement.rank).size());
   state->store =
       c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/user", open.store);
@@ -181,6 +182,7 @@ World World::join(const JoinOptions& options) {
   try {
     choice = choose_engine(engine, context);
     state->backend = make_engine(choice.name, context);
+    state->traits = traits_of(*state->backend);
   } catch (...) {
     rethrow_translated(std::current_exception(), state->members, placement.rank, "join",
                        text::format("the engine '{}'", engine));
@@ -189,35 +191,6 @@ World World::join(const JoinOptions& options) {
   state->context = context;
   state->context.connect_timeout = options.join_timeout;
   announce(log, context, choice);
-  return World(std::move(state));
-}
-
-World World::duplicate(const std::string& label) const {
-  // A rank that makes another call meets this one here, not in the store.
-  const PurposeScope purpose(Purpose::kDuplicate);
-  barrier();
-  auto state = std::make_shared<State>();
-  state->rank = state_->rank;
-  state->local_size = state_->local_size;
-  state->members = state_->members;
-  // All ranks duplicate in the same order, so the number is the same on all.
-  const int number = state_->num_duplicates++;
-  const std::string prefix = text::format("duplicate{}", number);
-  state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->store);
-  state->context = state_->context;
-  state->context.store = c10::make_intrusive<c10d::PrefixStore>(prefix, state_->context.store);
-  if (const auto& channel = state_->context.channel) {
-    state->context.channel = std::make_shared<shm::BoardChannel>(
-        channel->board(), text::format("{}/{}", channel->name(), number),
-        label.empty() ? text::format("duplicate {} of {}", number, channel->label()) : label);
-  }
-  const std::string engine = state_->backend->getBackendName();
-  try {
-    state->backend = make_engine(engine, state->context);
-  } catch (...) {
-    rethrow_translated(std::current_exception(), state->members, state->rank, "duplicate",
-                       text::format("the engine '{}'", engine));
-  }
   return World(std::move(state));
 }
 

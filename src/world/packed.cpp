@@ -9,18 +9,21 @@ namespace lockstep {
 constexpr std::size_t kPackBytes = 16 << 20;
 
 void move_packed(const std::vector<at::Tensor>& tensors,
-                 const std::function<void(const at::Tensor&)>& move) {
+                 const std::function<void(const at::Tensor&)>& move,
+                 const std::function<bool(const at::Tensor&)>& keeps) {
   std::vector<at::Tensor> pack;
   std::size_t bytes = 0;
   const auto flush = [&] {
     if (pack.empty()) return;
     std::vector<at::Tensor> flat;
-    for (const at::Tensor& one : pack) flat.push_back(one.reshape(-1));
+    for (const at::Tensor& one : pack) {
+      flat.push_back(keeps(one) ? one.reshape(-1) : at::empty({one.numel()}, one.options()));
+    }
     const at::Tensor packed = at::cat(flat);
     move(packed);
     std::int64_t at = 0;
     for (const at::Tensor& one : pack) {
-      one.data().copy_(packed.narrow(0, at, one.numel()).view(one.sizes()));
+      if (keeps(one)) one.data().copy_(packed.narrow(0, at, one.numel()).view(one.sizes()));
       at += one.numel();
     }
     pack.clear();
@@ -36,7 +39,8 @@ void move_packed(const std::vector<at::Tensor>& tensors,
     const at::Tensor memory = one.data().as_strided({one.numel()}, {1});
     const auto step = static_cast<std::int64_t>(kPackBytes / one.element_size());
     for (std::int64_t at = 0; at < one.numel(); at += step) {
-      move(memory.narrow(0, at, std::min(step, one.numel() - at)));
+      const at::Tensor piece = memory.narrow(0, at, std::min(step, one.numel() - at));
+      move(keeps(one) ? piece : at::empty_like(piece));
     }
   }
   while (!left.empty()) {
@@ -53,6 +57,12 @@ void move_packed(const std::vector<at::Tensor>& tensors,
     }
     flush();
     left = std::move(others);
+  }
+}
+
+void mark_written(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& one : tensors) {
+    if (!one.is_inference()) one.unsafeGetTensorImpl()->bump_version();
   }
 }
 

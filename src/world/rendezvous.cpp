@@ -16,6 +16,7 @@
 #include "base/posix.h"
 #include "base/process.h"
 #include "base/text.h"
+#include "world/device.h"
 #include "world/hosts.h"
 #include "world/translate.h"
 
@@ -43,6 +44,9 @@ Json to_json(const Record& record) {
           {"start", member.start_time},
           {"local_rank", member.local_rank},
           {"num_gpus", member.num_gpus},
+          {"device_type", member.device_type},
+          {"num_devices", member.num_devices},
+          {"visible_devices", member.visible_devices},
           {"page_fd", member.page_fd},
           {"page_inode", member.page_inode},
           {"page_address", member.page_address},
@@ -62,6 +66,9 @@ Record record_from(const Json& json) {
                    .start_time = json.at("start"),
                    .local_rank = json.at("local_rank"),
                    .num_gpus = json.at("num_gpus"),
+                   .device_type = json.at("device_type"),
+                   .num_devices = json.at("num_devices"),
+                   .visible_devices = json.at("visible_devices"),
                    .page_fd = json.at("page_fd"),
                    .page_inode = json.at("page_inode"),
                    .page_address = json.at("page_address")};
@@ -98,6 +105,7 @@ class Participant {
                     .page_fd = page.fd,
                     .page_inode = page.inode,
                     .page_address = page.address};
+    look_at_devices(self_.member);
     self_.size = placement.size;
     self_.launcher = placement.launcher;
     self_.engine = engine;
@@ -185,11 +193,12 @@ class Participant {
     std::map<int, Record> records;
     std::optional<Cause> problem;
     const auto find_problem = [&] {
-      if (store().check({key("complaint")})) {
-        problem = cause_from(store().get_to_str(key("complaint")));
-      }
       for (const auto& [_, record] : records) {
         if (!seems_alive(record.member, self_.member)) problem = ended_early(record.member);
+      }
+      // After that: a rank that complains and ends has said why.
+      if (store().check({key("complaint")})) {
+        problem = cause_from(store().get_to_str(key("complaint")));
       }
       return problem.has_value();
     };
@@ -278,6 +287,7 @@ class Participant {
       if (record.launcher != self_.launcher) result.launcher = "several launchers";
     }
     number_locally(result.members);
+    number_devices(result.members);
     return result;
   }
 

@@ -4,17 +4,27 @@
 #include <lockstep/world.h>
 
 #include <atomic>
+#include <memory>
+#include <string>
 #include <vector>
+
+#include "engine/engines.h"
+#include "world/unfinished.h"
 
 namespace lockstep {
 
 struct World::State {
   int rank = 0;
+  int local_rank = 0;
   int local_size = 1;
   std::vector<Member> members;  // by rank
+  std::string engine;           // as asked for: what a part of this world is made with
   c10::intrusive_ptr<c10d::Store> store;
   EngineContext context;  // of the engine, for those like it
-  mutable std::atomic<int> num_duplicates{0};
+  mutable std::atomic<int> num_derived{0};
+  // On devices, of calls that nobody waits for any more.
+  std::shared_ptr<UnfinishedWorks> unfinished = std::make_shared<UnfinishedWorks>();
+  Traits traits;                              // of the backend
   c10::intrusive_ptr<c10d::Backend> backend;  // last: it goes before the store that it uses
 
   const Member& self() const { return members[static_cast<std::size_t>(rank)]; }

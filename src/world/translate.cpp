@@ -45,7 +45,7 @@ std::string first_line(std::string_view text) {
 
 void rethrow_translated(std::exception_ptr error, const std::vector<Member>& members, int rank,
                         const std::string& operation, const std::string& subject) {
-  ErrorPlace place{.rank = rank, .operation = operation};
+  ErrorPlace place{.rank = members[static_cast<std::size_t>(rank)].rank, .operation = operation};
   std::string cause;
   try {
     std::rethrow_exception(error);
@@ -70,14 +70,15 @@ void rethrow_translated(std::exception_ptr error, const std::vector<Member>& mem
                                               what, describe(*dead), dead->rank));
     }
     if (is_timeout) {
-      throw TimeoutError(place,
-                         text::format("{} waited too long for another rank: {}\nCheck that all "
-                                      "ranks run the same program and make the same calls in the "
-                                      "same order, or raise JoinOptions::{}.",
-                                      what, cause,
-                                      operation == "join" || operation == "duplicate"
-                                          ? "join_timeout"  // which bounds connecting
-                                          : "timeout"));
+      throw TimeoutError(
+          place,
+          text::format("{} waited too long for another rank: {}\nCheck that all "
+                       "ranks run the same program and make the same calls in the "
+                       "same order, or raise JoinOptions::{}.",
+                       what, cause,
+                       operation == "join" || operation == "duplicate" || operation == "split"
+                           ? "join_timeout"  // which bounds connecting
+                           : "timeout"));
     }
     throw PeerLostError(place, text::format("{} lost its connection to another rank: {}\n"
                                             "Look for the rank that failed first.",

@@ -6,7 +6,10 @@ namespace lockstep {
 
 int World::rank() const { return state_->rank; }
 int World::size() const { return state_->size(); }
-int World::local_rank() const { return state_->self().local_rank; }
+int World::global_rank(int rank) const {
+  return rank < 0 ? rank : state_->members.at(static_cast<std::size_t>(rank)).rank;
+}
+int World::local_rank() const { return state_->local_rank; }
 int World::local_size() const { return state_->local_size; }
 const std::string& World::host() const { return state_->self().host; }
 const std::vector<Member>& World::members() const { return state_->members; }

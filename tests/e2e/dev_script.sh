@@ -39,8 +39,16 @@ refuse "Run ./dev setup once" env -u LOCKSTEP_TORCH PATH="$work/bin:$PATH" "$wor
 # The docs' tables: every name is known, and rows replace what was there.
 cp docs/benchmarks.md docs/scaling.md README.md "$work"
 echo '{"bench": "gpt", "what": "ms per step, median", "lockstep": 120, "python": 180, "ratio": 1.5}' >"$work/rows"
+cat >>"$work/rows" <<'EOF'
+{"bench": "memory", "model": "gpt", "peer": "bare", "ranks": 2, "above_bare_mb": null, "x_formula": null, "x_replicated": null, "is_replicated_measured": false, "ms_per_step": null, "x_barrier": null}
+{"bench": "memory", "model": "gpt", "peer": "lockstep", "ranks": 2, "above_bare_mb": null, "x_formula": null, "x_replicated": null, "is_replicated_measured": false, "ms_per_step": null, "x_barrier": null, "no_room": "does not fit"}
+{"bench": "memory", "model": "gpt", "peer": "python_zero", "ranks": 2, "above_bare_mb": 270.2, "x_formula": 1.043, "x_replicated": 0.782, "is_replicated_measured": false, "ms_per_step": 600, "x_barrier": 1.2}
+EOF
 python3 bench/tables.py "$work/rows" "$work"/*.md
 grep -qF '| median | 120 | 180 | 1.50 x |' "$work/benchmarks.md" || die "the row is not in its table"
+for row in 'does not fit | 270' ' | 1.04' ' | ~0.78' ' | 600 (1.20)'; do
+  grep -qF "| GPT, 10.8 M | 2 | $row |" "$work/benchmarks.md" || die "there is no row of a host's memory with $row"
+done
 [ "$(grep -c '^<!-- end -->$' "$work/benchmarks.md")" -eq "$(grep -c '^<!-- end -->$' docs/benchmarks.md)" ] || die "a table is gone"
 echo '<!-- bench nothing -->
 <!-- end -->' >"$work/other.md"

@@ -10,6 +10,7 @@ Cases:
   plain        20 steps, another batch on each rank
   accumulate   two backwards under no_sync, a third one that averages, then the step
   unused       a second output layer that only even ranks use, in odd steps
+Then single features, each on a model of its own: comm hooks, sparse gradients, buffers.
 """
 
 import json
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
 RANKS = 2
 STEPS = 20
@@ -110,6 +113,72 @@ def train(case, rank):
     }
 
 
+def numbers(shape, seed):
+    """As numbers() of tests/multiprocess/ddp_model.h."""
+    values = [math.sin(0.37 * (i + 1) + 1.3 * seed) for i in range(math.prod(shape))]
+    return torch.tensor(values, dtype=torch.float64).to(torch.float32).reshape(shape)
+
+
+class Product(nn.Module):
+    """The gradient of its weight is what it is multiplied with."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(sizes))
+
+    def forward(self, factor):
+        return (self.weight * factor).sum()
+
+
+def through_cast(rank, hook):
+    ddp = nn.parallel.DistributedDataParallel(Product(3, 6))
+    # Within a function, because DDP refuses bf16 without a GPU by the hook's name.
+    ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    ddp(numbers((3, 6), rank + 1)).backward()
+    return ddp.module.weight.grad
+
+
+def through_power_sgd(rank):
+    """Two plain steps, which Python insists on, then four through factors of two columns. The right
+    factor begins with numbers that are not random."""
+    ddp = nn.parallel.DistributedDataParallel(Product(8, 6))
+    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2,
+                                    min_compression_rate=1)
+    state.p_memory_dict[0] = torch.empty(8 * 2)
+    state.q_memory_dict[0] = numbers((6 * 2,), 9)
+    ddp.register_comm_hook(state, power_sgd.powerSGD_hook)
+    gradients = []
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(numbers((8, 6), 10 * step + rank + 1) ** 3).backward()  # cubes: a matrix of rank four
+        gradients.append(ddp.module.weight.grad.clone())
+    return torch.stack(gradients[2:])
+
+
+def sparse(rank):
+    model = nn.EmbeddingBag(9, 2, mode="sum", sparse=True)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    bags = torch.tensor([[rank, 7, 7], [3 + rank, 2, 8 * rank]])
+    (ddp(bags) * numbers((2, 2), rank + 1)).sum().backward()
+    gradient = model.weight.grad.coalesce()
+    return {"rows": gradient.indices()[0], "values": gradient.values()}
+
+
+def buffers(rank):
+    model = nn.BatchNorm1d(4)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for step in range(3):
+        ddp(numbers((5, 4), 10 * step + rank + 1)).pow(2).mean().backward()
+    return {"mean": model.running_mean, "variance": model.running_var}
+
+
+def features(rank):
+    return {"hooks": {"fp16": through_cast(rank, default_hooks.fp16_compress_hook),
+                      "bf16": through_cast(rank, default_hooks.bf16_compress_hook),
+                      "power_sgd": through_power_sgd(rank)},
+            "sparse": sparse(rank), "buffers": buffers(rank)}
+
+
 def plain(value):
     """Tensors as nested lists: a float32 is a float64, whose repr reads back to the same bits."""
     if isinstance(value, torch.Tensor):
@@ -122,7 +191,8 @@ def plain(value):
 def be_rank(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=RANKS)
-    print(json.dumps({case: plain(train(case, rank)) for case in ("plain", "accumulate", "unused")}))
+    cases = {case: plain(train(case, rank)) for case in ("plain", "accumulate", "unused")}
+    print(json.dumps({"cases": cases, "features": plain(features(rank))}))
     dist.destroy_process_group()
 
 
@@ -150,11 +220,14 @@ def main():
                  for rank in range(RANKS)]
         results = [json.loads(rank.communicate()[0]) for rank in ranks]
     cases = {}
-    for case, first in results[0].items():
+    for case, first in results[0]["cases"].items():
         for result in results[1:]:
             for key in ("without_gradient", "first_gradients", "parameters"):
-                assert result[case][key] == first[key], f"{case}: ranks differ in {key}"
-        cases[case] = dict(first, losses=[result[case]["losses"] for result in results])
+                assert result["cases"][case][key] == first[key], f"{case}: ranks differ in {key}"
+        cases[case] = dict(first, losses=[result["cases"][case]["losses"] for result in results])
+    first = results[0]["features"]
+    for key in ("hooks", "sparse"):  # rank 0's buffers count, the others get them with the next forward
+        assert results[1]["features"][key] == first[key], f"ranks differ: {key}"
     golden = {
         "made_with": "torch " + torch.__version__.split("+")[0],
         "made_on": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -163,6 +236,7 @@ def main():
         "micro_batches": MICRO_BATCHES,
         "given": plain(make_inputs()),
         "cases": cases,
+        **first,
     }
     path = pathlib.Path(__file__).with_name("ddp_golden.json")
     path.write_text(text(golden, 3) + "\n")

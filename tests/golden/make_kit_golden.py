@@ -1,4 +1,5 @@
-"""Makes kit_golden.json: what Python's samplers, optimizers and schedules do.
+"""Makes kit_golden.json: what Python's samplers, optimizers, schedules, clip_grad_norm_, GradScaler and
+BatchNorm do.
 
     build/venv/bin/python3 tests/golden/make_kit_golden.py > tests/golden/kit_golden.json
 
@@ -26,6 +27,7 @@ def sampler_cases():
                                          drop_last=drop_last)
             sampler.set_epoch(epoch)
             indices.append(list(sampler))
+            assert len(sampler) == len(indices[-1])
         yield {"size": size, "ranks": ranks, "shuffle": shuffle, "drop_last": drop_last, "epoch": epoch,
                "seed": seed, "indices": indices}
 
@@ -75,7 +77,48 @@ def schedule_cases():
     }
 
 
+def clip_cases():
+    for max_norm in (0.5, 3, 1000):
+        torch.manual_seed(1)
+        parameters = [torch.randn(3, 5).requires_grad_(), torch.randn(7).requires_grad_()]
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        yield {"max_norm": max_norm, "norm": norm.item(), "last": parameters[1].grad.tolist()}
+
+
+def scaler_steps():
+    """Two optimizers and one scaler; the gradients of the second overflow in steps 2, 5 and 6."""
+    weights = [torch.ones(3).requires_grad_(), torch.ones(3).requires_grad_()]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8, growth_factor=2, backoff_factor=0.5,
+                                  growth_interval=3)
+    for step in range(12):
+        factor = float("inf") if step in (2, 5, 6) else step + 1
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(weights[0].sum() + (weights[1] * factor).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        yield {"scale": scaler.get_scale(), "weights": [weight[0].item() for weight in weights]}
+
+
+def batch_norm():
+    """On the batches of two ranks, of four and three rows, as one. Python's SyncBatchNorm computes this,
+    but on GPUs only."""
+    torch.manual_seed(4)
+    rows, factors = torch.randn(7, 3).requires_grad_(), torch.randn(7, 3)
+    layer = torch.nn.BatchNorm1d(3)
+    output = layer(rows)
+    (output * factors).sum().backward()
+    return {"output": output.tolist(), "gradient": rows.grad.tolist(),
+            "weight": layer.weight.grad.tolist(), "bias": layer.bias.grad.tolist(),
+            "mean": layer.running_mean.tolist(), "variance": layer.running_var.tolist()}
+
+
 momentum, schedules = schedule_cases()
 print(json.dumps({"torch": torch.__version__.split("+")[0], "samplers": list(sampler_cases()),
                   "optimizers": list(optimizer_cases()), "schedules": schedules,
-                  "one_cycle_momentum": momentum}))
+                  "one_cycle_momentum": momentum, "clip": list(clip_cases()),
+                  "scaler": list(scaler_steps()), "batch_norm": batch_norm()}))

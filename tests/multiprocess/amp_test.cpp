@@ -12,6 +12,7 @@
 
 #include <limits>
 
+#include "support/golden.h"
 #include "support/run_ranks.h"
 
 namespace lockstep::test {
@@ -152,6 +153,31 @@ TEST(GradScaler, ServesSeveralOptimizers) {
   EXPECT_NEAR(second[0].item<float>(), 0.9, 1e-6);
   EXPECT_EQ(scaler.current_scale(), 4);
   EXPECT_EQ(scaler.skipped(), 1);
+}
+
+TEST(GradScaler, StepsAndScalesAsPythons) {
+  const auto golden = read_golden("kit_golden.json").at("scaler");
+  const World world = World::join();
+  auto first = at::ones({3}).requires_grad_();
+  auto second = at::ones({3}).requires_grad_();
+  torch::optim::SGD one({first}, 0.1);
+  torch::optim::SGD other({second}, 0.1);
+  GradScaler scaler(world, {.scale = 8, .growth_interval = 3});
+  ASSERT_EQ(golden.size(), 12U);
+  for (int step = 0; step < 12; ++step) {
+    const bool overflows = step == 2 || step == 5 || step == 6;
+    const double factor = overflows ? std::numeric_limits<double>::infinity() : step + 1;
+    one.zero_grad();
+    other.zero_grad();
+    scaler.scale(first.sum() + (second * factor).sum()).backward();
+    scaler.step(one);
+    scaler.step(other);
+    scaler.update();
+    const auto& expected = golden[static_cast<std::size_t>(step)];
+    EXPECT_EQ(scaler.current_scale(), expected["scale"].get<double>()) << step;
+    EXPECT_NEAR(first[0].item<double>(), expected["weights"][0].get<double>(), 1e-6) << step;
+    EXPECT_NEAR(second[0].item<double>(), expected["weights"][1].get<double>(), 1e-6) << step;
+  }
 }
 
 TEST(GradScaler, CanBeSwitchedOff) {

@@ -457,6 +457,37 @@ TEST(Checkpoint, RanksThatDisagreeOrStayAwayAreErrors) {
   EXPECT_EQ(checkpoints_in(folder.path()), (std::vector<std::string>{"0-step-5", "1-step-6"}));
 }
 
+// Before the calls of parts that are collective: nobody waits for a call that does not come.
+TEST(Checkpoint, PartsThatNotAllRanksHaveAreNamed) {
+  const TempFolder folder;
+  const auto body = [&](int rank) {
+    const World world = World::join({.timeout = std::chrono::seconds(20)});
+    Training run(world);
+    {
+      Checkpointer checkpoints(folder.path(), world);
+      run.add_to(checkpoints);
+      checkpoints.save(1);
+    }
+    const auto text = [] { return std::string("text"); };
+    const auto nothing = [](const std::string&) {};
+    for (const bool is_per_rank : {false, true}) {
+      Checkpointer checkpoints(folder.path(), world);
+      if (rank == 0 && is_per_rank) checkpoints.add_per_rank("simulator", text, nothing);
+      if (rank == 0 && !is_per_rank) checkpoints.add("simulator", text, nothing);
+      run.add_to(checkpoints);
+      const std::vector<std::string> texts = {"Things that were added to the Checkpointer differ",
+                                              "rank 0: simulator", "rank 1: model"};
+      expect_error<MismatchError>([&] { checkpoints.save(2); }, texts);
+      expect_error<MismatchError>([&] { checkpoints.load_latest(); }, texts);
+    }
+    Checkpointer checkpoints(folder.path(), world);
+    if (rank == 1) checkpoints.add(*run.ddp);
+    expect_error<MismatchError>([&] { checkpoints.save(2); },
+                                {"rank 0: 0 wrapped models", "rank 1: 1 wrapped models"});
+  };
+  EXPECT_TRUE(all_passed(run_ranks(2, body, {.variables = folder.variables()})));
+}
+
 TEST(Checkpoint, TakesTheNewestThatIsWholeAndSaysWhatItSkipped) {
   const TempFolder folder;
   const auto body = [&](int rank) {
@@ -751,6 +782,27 @@ TEST(Weights, EveryTypeAndLayoutComesBack) {
   std::ofstream(folder.path() + "/foreign") << "not such a file at all";
   EXPECT_THROW(load_tensors(folder.path() + "/foreign"), UsageError);
   EXPECT_EQ(checkpoints_in(folder.path()).size(), 2U) << "nothing half-written stays";
+}
+
+// Such tensors have no version counter, and the mode that they were made in has ended.
+TEST(Weights, AreLoadedIntoInferenceTensors) {
+  const TempFolder folder;
+  const std::string path = folder.path() + "/w.safetensors";
+  const torch::nn::Linear model(3, 2);
+  save_weights(path, *model);
+  torch::nn::Linear wide(3, 2);
+  wide->to(at::kDouble);
+  save_weights(path + ".wide", *wide);
+  torch::nn::Linear served(nullptr);
+  {
+    const c10::InferenceMode mode;
+    served = torch::nn::Linear(3, 2);
+  }
+  ASSERT_TRUE(served->weight.is_inference());
+  load_weights(path, *served);
+  EXPECT_TRUE(at::equal(served->weight, model->weight));
+  load_weights(path + ".wide", *served, {.strict = false});
+  EXPECT_TRUE(at::equal(served->weight, wide->weight.to(at::kFloat)));
 }
 
 TEST(Weights, NamesAreThoseOfTheModelAndOthersAreListed) {

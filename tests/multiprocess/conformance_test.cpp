@@ -16,7 +16,9 @@
 #include <random>
 #include <set>
 
+#include "engine/reduce_once.h"
 #include "support/run_ranks.h"
+#include "support/shared_arena.h"
 
 namespace lockstep {
 namespace {
@@ -230,6 +232,24 @@ void reduce(const Bench& bench) {
       return bench.rank == root ? tensors[0] : at::Tensor();  // the others' is not specified
     });
   }
+}
+
+// Where there is none, it is refused.
+void reduce_once(const Bench& bench) {
+  const bool is_there = bench.row.name == "shm" || bench.row.name == "solo";
+  ASSERT_EQ(can_reduce_once(bench.engine), is_there);
+  if (!is_there) {
+    const auto tensor = at::zeros({7});
+    EXPECT_THROW(start_reduce_once(bench.engine, tensor, at::zeros({7}), c10d::ReduceOp::SUM),
+                 UsageError);
+    return;
+  }
+  const test::SharedArena arena(bench.world, 16 * static_cast<std::size_t>(kLengths.back()));
+  check_reductions(bench, [&](const at::Tensor& tensor, const c10d::ReduceOp& op) {
+    const at::Tensor output = arena.tensor(tensor.numel(), tensor.scalar_type());
+    start_reduce_once(bench.engine, tensor, output, op)->wait();
+    return output.clone();
+  });
 }
 
 void broadcast(const Bench& bench) {
@@ -552,6 +572,7 @@ const std::vector<Check> kChecks = {
     {"all_reduce", all_reduce},
     {"all_reduce_coalesced", all_reduce_coalesced},
     {"reduce", reduce},
+    {"reduce_once", reduce_once},
     {"broadcast", broadcast},
     {"all_gather", all_gather},
     {"all_gather_coalesced", all_gather_coalesced},

@@ -250,6 +250,28 @@ TEST(DdpConstruction, AModelOfNoNumbersIsNoError) {
   });
 }
 
+// As with Python's gradient_as_bucket_view.
+TEST(DdpGradients, AreViewsOfTheBucket) {
+  run(2, [](const World& world) {
+    auto a = torch::ones({4}).requires_grad_();
+    auto b = torch::ones({3}).requires_grad_();
+    const DistributedDataParallel ddp({{"a", a}, {"b", b}}, world);
+    const auto step = [&](double factor) {
+      a.mutable_grad() = b.mutable_grad() = at::Tensor();
+      ((a.sum() + b.sum()) * factor).backward();
+    };
+    step(1);  // after the first one buckets may be laid out anew
+    step(1);
+    const at::Tensor view = a.grad();
+    const at::Tensor kept = view.clone();
+    EXPECT_TRUE(view.storage().is_alias_of(b.grad().storage()));
+    step(3);
+    EXPECT_EQ(a.grad().const_data_ptr(), view.const_data_ptr());
+    EXPECT_TRUE(at::equal(view, torch::full({4}, 3.0)));
+    EXPECT_TRUE(at::equal(kept, torch::ones({4})));
+  });
+}
+
 // Two models in one loss, whose backwards end in different orders.
 TEST(DdpSeveral, DoNotWaitForEachOther) {
   EXPECT_TRUE(all_passed(run_ranks(2, [&](int rank) {

@@ -3,12 +3,23 @@
 
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn.h>
 
 #include <string>
 #include <vector>
 
 namespace lockstep::test {
+
+// Where models and their data are: a test of a device says which.
+inline at::Device& place() {
+  static at::Device device = at::kCPU;
+  return device;
+}
+inline at::Tensor here(const at::Tensor& tensor) { return tensor.to(place()); }
+inline void move_here(torch::nn::Module& model) {
+  if (!place().is_cpu()) model.to(place());
+}
 
 // The same numbers everywhere, and others for another seed.
 inline at::Tensor numbers(std::vector<std::int64_t> sizes, int seed) {
@@ -17,7 +28,7 @@ inline at::Tensor numbers(std::vector<std::int64_t> sizes, int seed) {
   for (std::int64_t i = 0; i < tensor.numel(); ++i) {
     data[i] = std::sin(0.37 * static_cast<double>(i + 1) + 1.3 * seed);
   }
-  return tensor.to(at::kFloat);
+  return here(tensor.to(at::kFloat));
 }
 
 struct NetImpl : torch::nn::Module {
@@ -26,6 +37,7 @@ struct NetImpl : torch::nn::Module {
     left = register_module("left", torch::nn::Linear(8, 8));
     right = register_module("right", torch::nn::Linear(8, 8));
     last = register_module("last", torch::nn::Linear(8, 3));
+    move_here(*this);
     const torch::NoGradGuard no_grad;
     int seed = 0;
     for (auto& parameter : parameters())
@@ -42,6 +54,23 @@ struct NetImpl : torch::nn::Module {
   torch::nn::Linear first{nullptr}, left{nullptr}, right{nullptr}, last{nullptr};
 };
 TORCH_MODULE(Net);
+
+// A parameter used outside and inside of a backward within backward.
+struct Reentrant : torch::autograd::Function<Reentrant> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
+                            const at::Tensor& weight) {
+    context->save_for_backward({input, weight});
+    return input * weight.sum();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const at::AutoGradMode grad_mode(true);
+    const auto input = saved[0].detach().requires_grad_();
+    (input * saved[1].sum() * grads[0].detach()).sum().backward();  // adds to weight.grad here
+    return {input.grad(), at::Tensor()};
+  }
+};
 
 inline at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).mean(); }
 

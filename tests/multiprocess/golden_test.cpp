@@ -3,6 +3,7 @@
 // tests/golden/make_ddp_golden.py has run it in Python and written down what was given and what
 // came out. Here lockstep trains the same on 2 ranks, on every engine: losses of each rank at each
 // step, which parameters have a gradient, the first gradients and the last parameters must agree.
+// Comm hooks, sparse gradients and buffers, one by one, after it.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -15,12 +16,14 @@
 #include <torch/version.h>
 
 #include <algorithm>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
 
 #include "base/posix.h"
+#include "multiprocess/ddp_model.h"
+#include "support/golden.h"
+#include "support/golden_tensor.h"
 #include "support/run_ranks.h"
 
 namespace lockstep {
@@ -44,13 +47,6 @@ struct Net : torch::nn::Module {
   torch::nn::Linear branch{nullptr};
 };
 
-at::Tensor to_tensor(const json& value) {
-  if (!value.is_array()) return at::scalar_tensor(value.get<double>(), at::kDouble).to(at::kFloat);
-  std::vector<at::Tensor> parts;
-  for (const json& part : value) parts.push_back(to_tensor(part));
-  return at::stack(parts);
-}
-
 // As the script names the machine it ran on.
 std::string this_machine() {
   std::istringstream lines(read_small_file("/proc/cpuinfo"));
@@ -65,8 +61,6 @@ std::string this_machine() {
 
 struct Golden {
   Golden() {
-    std::ifstream file(LOCKSTEP_GOLDEN_DIR "/ddp_golden.json");
-    all = json::parse(file);
     const auto made_with = all["made_with"].get<std::string>();
     is_same_machine =
         all["made_on"] == this_machine() && std::string("torch ") + TORCH_VERSION == made_with;
@@ -77,7 +71,7 @@ struct Golden {
   // products may add in another order: Python itself then differs from the file, by 1.5e-7 where
   // that was tried (other instruction sets), a few units in the last place.
   void expect_same(const at::Tensor& actual, const json& expected, const std::string& what) const {
-    const auto wanted = to_tensor(expected);
+    const auto wanted = test::to_tensor(expected);
     const double difference = (actual - wanted).abs().max().item<double>();
     if (is_same_machine) {
       EXPECT_TRUE(at::equal(actual, wanted)) << what << " differs by up to " << difference;
@@ -86,7 +80,7 @@ struct Golden {
     }
   }
 
-  json all;
+  const json all = test::read_golden("ddp_golden.json");
   bool is_same_machine = false;
 };
 
@@ -96,14 +90,14 @@ class GoldenTraining {
   GoldenTraining(const Golden& golden, const std::string& name, const std::string& engine, int rank)
       : golden_(golden),
         expected_(golden.all["cases"][name]),
-        inputs_(to_tensor(golden.all["given"]["inputs"])[rank]),
-        targets_(to_tensor(golden.all["given"]["targets"])[rank]),
+        inputs_(test::to_tensor(golden.all["given"]["inputs"])[rank]),
+        targets_(test::to_tensor(golden.all["given"]["targets"])[rank]),
         losses_(expected_["losses"][static_cast<std::size_t>(rank)]),
         net_(std::make_shared<Net>(name == "unused")) {
     const at::NoGradGuard guard;
     for (auto& item : net_->named_parameters()) {
       item->fill_(-1);  // the others must get rank 0's
-      if (rank == 0) item->copy_(to_tensor(golden.all["given"][item.key()]));
+      if (rank == 0) item->copy_(test::to_tensor(golden.all["given"][item.key()]));
     }
     ddp_.emplace(net_, World::join({.engine = engine}));
     optimizer_.emplace(net_->parameters(),
@@ -212,6 +206,84 @@ TEST_P(GoldenTest, Unused) {
       training.backward(rank % 2 == 0 && step % 2 == 1);
       training.step();
     }
+  });
+}
+
+using Body = std::function<void(const World&, const json& golden)>;
+
+void run_with_golden(const std::string& engine, const Body& body) {
+  EXPECT_TRUE(test::all_passed(test::run_ranks(2, [&](int) {
+    body(World::join({.engine = engine}), test::read_golden("ddp_golden.json"));
+  })));
+}
+
+void expect_close(const at::Tensor& actual, const json& expected, const std::string& what) {
+  const at::Tensor wanted = test::to_tensor(expected);
+  EXPECT_TRUE(at::allclose(actual, wanted, 1e-5, 1e-6)) << what << "\n"
+                                                        << actual << "\nexpected\n"
+                                                        << wanted;
+}
+
+// The same roundings, so the same bits.
+TEST_P(GoldenTest, HooksOf16Bits) {
+  run_with_golden(GetParam(), [](const World& world, const json& golden) {
+    for (const auto& hook : {fp16_hook(), bf16_hook()}) {
+      const auto weight = at::zeros({3, 6}).requires_grad_();
+      const DistributedDataParallel ddp({{"weight", weight}}, world, {.hook = hook});
+      (weight * test::numbers({3, 6}, world.rank() + 1)).sum().backward();
+      const at::Tensor wanted = test::to_tensor(golden["hooks"][hook->text()]);
+      EXPECT_TRUE(at::equal(weight.grad(), wanted)) << hook->text() << "\n" << weight.grad();
+    }
+  });
+}
+
+TEST_P(GoldenTest, PowerSgd) {
+  run_with_golden(GetParam(), [](const World& world, const json& golden) {
+    const auto hook = power_sgd_hook({.rank = 2, .start_step = 0, .min_compression = 1});
+    // Where the script's right factor begins, too: random ones are drawn otherwise here.
+    hook->load_state({{"num_steps", at::zeros({}, at::kLong)},
+                      {"0.0.right", test::numbers({6, 2}, 9).t().contiguous()}},
+                     0);
+    HookComm comm(world);
+    const json& expected = golden["hooks"]["power_sgd"];
+    ASSERT_EQ(expected.size(), 4);
+    for (int step = 2; step < 6; ++step) {
+      const auto gradient = test::numbers({8, 6}, 10 * step + world.rank() + 1).pow(3);
+      hook->start({.flat = gradient.view(-1), .gradients = {gradient}, .names = {"weight"}},
+                  comm)();
+      expect_close(gradient, expected[static_cast<std::size_t>(step - 2)],
+                   "step " + std::to_string(step));
+    }
+  });
+}
+
+TEST_P(GoldenTest, Sparse) {
+  run_with_golden(GetParam(), [](const World& world, const json& golden) {
+    const std::int64_t rank = world.rank();
+    auto options = torch::nn::EmbeddingBagOptions(9, 2).mode(torch::kSum).sparse(true);
+    torch::nn::EmbeddingBag model(options);
+    const DistributedDataParallel ddp(model, world);
+    const auto bags = torch::tensor({rank, 7L, 7L, 3 + rank, 2L, 8 * rank}).view({2, 3});
+    (model(bags) * test::numbers({2, 2}, world.rank() + 1)).sum().backward();
+    ASSERT_TRUE(model->weight.grad().is_sparse());
+    const at::Tensor gradient = model->weight.grad().coalesce();
+    const auto rows = golden["sparse"]["rows"].get<std::vector<std::int64_t>>();
+    EXPECT_TRUE(at::equal(gradient.indices()[0], torch::tensor(rows))) << gradient;
+    expect_close(gradient.values(), golden["sparse"]["values"], "rows");
+  });
+}
+
+// After a backward all ranks have what rank 0 has in Python, where others get it with the next
+// forward.
+TEST_P(GoldenTest, Buffers) {
+  run_with_golden(GetParam(), [](const World& world, const json& golden) {
+    torch::nn::BatchNorm1d model(4);
+    const DistributedDataParallel ddp(model, world);
+    for (int step = 0; step < 3; ++step) {
+      model(test::numbers({5, 4}, 10 * step + world.rank() + 1)).pow(2).mean().backward();
+    }
+    expect_close(model->running_mean, golden["buffers"]["mean"], "mean");
+    expect_close(model->running_var, golden["buffers"]["variance"], "variance");
   });
 }
 

@@ -16,7 +16,9 @@
 #include <thread>
 
 #include "base/posix.h"
+#include "engine/reduce_once.h"
 #include "support/run_ranks.h"
+#include "support/shared_arena.h"
 
 namespace lockstep::test {
 namespace {
@@ -297,10 +299,12 @@ std::set<std::string> names_in_shm() {
 void work_until_lost(const World& world) {
   std::mt19937 random(1);  // NOLINT: the same on all ranks
   at::Tensor shared = world.backend()->allocateTensor(600000, at::kFloat).zero_();
+  const SharedArena arena(world, 600000 * 4);
+  const at::Tensor once = arena.tensor(600000, at::kFloat);
   for (int i = 0;; ++i) {
     if (i == 10) std::cout << "at work" << std::endl;
     const auto length = static_cast<std::int64_t>(1 + random() % 600000);
-    switch (random() % 5) {
+    switch (random() % 6) {
       case 0:
         world.all_reduce(shared.slice(0, 0, length), ReduceOp::AVG);
         break;
@@ -312,6 +316,11 @@ void work_until_lost(const World& world) {
         break;
       case 3:
         world.all_gather(at::zeros({length}));
+        break;
+      case 4:
+        start_reduce_once(*world.backend(), shared.slice(0, 0, length), once.slice(0, 0, length),
+                          ReduceOp::AVG)
+            ->wait();
         break;
       default:
         world.barrier();

@@ -11,6 +11,8 @@
 
 #include <functional>
 
+#include "support/golden.h"
+#include "support/golden_tensor.h"
 #include "support/run_ranks.h"
 
 namespace lockstep::test {
@@ -91,6 +93,32 @@ TEST(SyncBatchNorm, EqualsBatchNormOnTheWholeBatch) {
       EXPECT_TRUE(at::allclose(model->forward(rows(0, 9)), whole->forward(rows(0, 9)), 1e-3, 1e-4));
     }
     world.barrier();
+  })));
+}
+
+TEST(SyncBatchNorm, IsPythonsBatchNormOnTheWholeBatch) {
+  const auto golden = read_golden("kit_golden.json").at("batch_norm");
+  EXPECT_TRUE(all_passed(run_ranks(2, [&](int rank) {
+    const World world = World::join();
+    at::manual_seed(4);
+    const std::int64_t begin = rank == 0 ? 0 : 4;
+    const std::int64_t count = rank == 0 ? 4 : 3;
+    const auto own = [&](const at::Tensor& all) { return all.narrow(0, begin, count); };
+    auto input = own(at::randn({7, 3})).clone().requires_grad_();
+    const at::Tensor factors = own(at::randn({7, 3}));
+    nn::BatchNorm1d layer(3);
+    const SyncBatchNorm sync(layer, world);
+    const at::Tensor output = layer(input);
+    (output * factors).sum().backward();
+    const auto expect = [&](const at::Tensor& actual, const at::Tensor& expected) {
+      EXPECT_TRUE(at::allclose(actual, expected, 1e-4, 1e-5)) << actual << "\n" << expected;
+    };
+    expect(output, own(to_tensor(golden["output"])));
+    expect(input.grad(), own(to_tensor(golden["gradient"])));
+    expect(world.all_reduce(layer->weight.grad().clone()), to_tensor(golden["weight"]));
+    expect(world.all_reduce(layer->bias.grad().clone()), to_tensor(golden["bias"]));
+    expect(layer->running_mean, to_tensor(golden["mean"]));
+    expect(layer->running_var, to_tensor(golden["variance"]));
   })));
 }
 

@@ -6,6 +6,8 @@
 
 #include <cstdlib>
 
+#include "support/run_ranks.h"
+
 int main(int argc, char** argv) {
   // Ranks share the machine's few cores: one thread each. OpenMP reads this when it is loaded, so
   // the ranks, which are forked from here, have it from the start.
@@ -15,5 +17,8 @@ int main(int argc, char** argv) {
     ::execv("/proc/self/exe", argv);
   }
   testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
+  const int code = RUN_ALL_TESTS();
+  // A rank ends in its test's call of run_ranks: one that comes here has not run what it should.
+  constexpr int kNotReached = 3;
+  return code == 0 && lockstep::test::is_rank() ? kNotReached : code;
 }

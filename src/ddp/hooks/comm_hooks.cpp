@@ -60,30 +60,53 @@ class CastHook : public CommHook {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> HookComm::all_reduce(const at::Tensor& tensor) {
-  check_contiguous(tensor, rank(), "all_reduce");
+  check_contiguous(tensor, world_.global_rank(), "all_reduce");
   std::vector<at::Tensor> tensors = {tensor};
   bytes_sent_ += static_cast<std::int64_t>(tensor.nbytes());
-  return started(world_.backend()->allreduce(tensors, {}));
+  return started(world_.backend()->allreduce(tensors, {}), tensor);
 }
 
 c10::intrusive_ptr<c10d::Work> HookComm::all_gather(const at::Tensor& tensor, at::Tensor& result) {
-  check_contiguous(tensor, rank(), "all_gather");
+  check_contiguous(tensor, world_.global_rank(), "all_gather");
   const at::NoGradGuard no_grad;
   at::Tensor input = tensor.view(-1);  // flat, both: engines differ about shapes
   at::Tensor output = at::empty({size() * input.numel()}, input.options());
   result = output.view({size(), input.numel()});
   bytes_sent_ += static_cast<std::int64_t>(tensor.nbytes());
-  return started(world_.backend()->_allgather_base(output, input));
+  return started(world_.backend()->_allgather_base(output, input), tensor);
 }
 
-c10::intrusive_ptr<c10d::Work> HookComm::started(c10::intrusive_ptr<c10d::Work> work) {
+HookComm::Work HookComm::started(Work work, const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return works_of_devices_.emplace_back(std::move(work));
   poll();  // and forget what is done
   return works_.emplace_back(std::move(work));
 }
 
-// What fails is thrown where it is waited for.
+// What fails is thrown where it is waited for. A device needs nobody to poll.
 void HookComm::poll() {
   while (!works_.empty() && works_.front()->isCompleted()) works_.pop_front();
+}
+
+void HookComm::end_step() {
+  works_.clear();
+  works_of_devices_.clear();
+}
+
+std::vector<HookComm::Work> HookComm::take_works_of_devices() {
+  return std::exchange(works_of_devices_, {});
+}
+
+void HookComm::order_after_started(bool is_on_cpu) {
+  if (is_on_cpu) {
+    for (const Work& work : works_) work->wait();
+    return;
+  }
+  for (const Work& work : works_of_devices_) {
+    try {
+      work->wait();
+    } catch (const std::exception&) {  // NOLINT: the step has failed already
+    }
+  }
 }
 
 std::function<void()> start_mean(const at::Tensor& tensor, HookComm& comm) {

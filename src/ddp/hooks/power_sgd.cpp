@@ -12,10 +12,10 @@
 // All left factors of a bucket travel in one collective, all right ones in another, and gradients
 // that are not worth it (vectors, small matrices) in a third.
 //
-// Same bits on all ranks: what is done to a factor after its all-reduce is done by low_rank.h.
-// Products with M are a rank's own, and go into an all-reduce: any library may compute them.
-// A step with inf or NaN, which programs throw away (loss scaling does), leaves the state as it
-// was.
+// Same bits on all ranks: what is done to a factor after its all-reduce is done by low_rank.h, or
+// on a device by low_rank_device.h, where the host waits for nothing. Products with M are a rank's
+// own, and go into an all-reduce: any library may compute them. A step with inf or NaN, which
+// programs throw away (loss scaling does), leaves the state as it was.
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -31,6 +31,7 @@
 #include "base/text.h"
 #include "ddp/hooks/comm_hooks.h"
 #include "ddp/hooks/low_rank.h"
+#include "ddp/hooks/low_rank_device.h"
 
 namespace lockstep {
 namespace {
@@ -93,14 +94,11 @@ class Journey {
     for (std::size_t i = 0; i < state_->matrices.size(); ++i) {
       const Matrix& matrix = state_->matrices[i];
       inputs_.push_back(input_of(matrix));
-      if (!matrix.right.defined()) {
-        AT_DISPATCH_FLOATING_TYPES(right_.parts[i].scalar_type(), "power_sgd", [&] {
-          fill_random(right_.parts[i].mutable_data_ptr<scalar_t>(), right_.parts[i].numel(),
-                      random_);
-        });
-      }
-      const at::Tensor& begin = matrix.right.defined() ? matrix.right : right_.parts[i];
-      at::mm_out(left_.parts[i], begin, inputs_[i].t());
+      if (!matrix.right.defined()) fill_random_part(right_.parts[i]);
+      begins_.push_back(matrix.right.defined() ? matrix.right : right_.parts[i]);
+      at::mm_out(left_.parts[i], begins_[i], inputs_[i].t());
+      // Kept, where the host will not know whether this step is finite: finish() writes over it.
+      if (!begins_[i].is_cpu() && !matrix.right.defined()) begins_[i] = begins_[i].clone();
     }
     left_work_ = comm_.all_reduce(left_.packed);
 
@@ -114,20 +112,34 @@ class Journey {
     left_work_->wait();
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
       const at::Tensor& left = left_.parts[i];
-      AT_DISPATCH_FLOATING_TYPES(left.scalar_type(), "power_sgd", [&] {
-        make_orthonormal(left.mutable_data_ptr<scalar_t>(), left.size(0), left.size(1));
-      });
+      if (left.is_cpu()) {
+        AT_DISPATCH_FLOATING_TYPES(left.scalar_type(), "power_sgd", [&] {
+          make_orthonormal(left.mutable_data_ptr<scalar_t>(), left.size(0), left.size(1));
+        });
+      } else {
+        make_orthonormal_on_device(left);
+      }
       at::mm_out(right_.parts[i], left, inputs_[i]);
     }
     const auto finish_right = start_mean(right_.packed, comm_);
     finish_whole();  // while the factors travel
     finish_right();
-    for (std::size_t i = 0; i < inputs_.size(); ++i) finish_matrix(i);
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      left_.packed.is_cpu() ? finish_matrix(i) : finish_matrix_on_device(i);
+    }
     state_->random = random_;
   }
 
  private:
   const at::Tensor& gradient(std::size_t slot) const { return bucket_.gradients[slot]; }
+
+  void fill_random_part(const at::Tensor& part) {
+    const at::Tensor values = part.is_cpu() ? part : at::empty_like(part, at::device(at::kCPU));
+    AT_DISPATCH_FLOATING_TYPES(values.scalar_type(), "power_sgd", [&] {
+      fill_random(values.mutable_data_ptr<scalar_t>(), values.numel(), random_);
+    });
+    if (!part.is_cpu()) part.copy_(values, /*non_blocking=*/true);
+  }
 
   // The gradient in the order of its dimensions, whatever its strides, plus what was left over. New
   // memory if there is error feedback: what is then left over takes its place.
@@ -173,12 +185,31 @@ class Journey {
     }
   }
 
+  // As above, but whether all is finite is known to the device alone.
+  void finish_matrix_on_device(std::size_t i) const {
+    Matrix& matrix = state_->matrices[i];
+    const at::Tensor& target = gradient(matrix.slot);
+    const at::Tensor& right = right_.parts[i];
+    const at::Tensor is_finite = at::isfinite(right).all();
+    const at::Tensor result = multiply_on_device(left_.parts[i], right);
+    const at::Tensor nan = at::full_like(result, std::numeric_limits<double>::quiet_NaN());
+    target.copy_(at::where(is_finite, result, nan).view(target.sizes()));
+    if (options_.warm_start) matrix.right = at::where(is_finite, right, begins_[i]);
+    if (options_.error_feedback) {
+      const at::Tensor left_over = inputs_[i] - target.reshape(inputs_[i].sizes());
+      matrix.memory =
+          at::where(is_finite, left_over,
+                    matrix.memory.defined() ? matrix.memory : at::zeros_like(left_over));
+    }
+  }
+
   const PowerSgdOptions options_;
   const GradBucket bucket_;
   const std::shared_ptr<BucketState> state_;
   Random random_;
   HookComm& comm_;
   std::vector<at::Tensor> inputs_;  // M, of each matrix
+  std::vector<at::Tensor> begins_;  // the right factors that this step begins with
   Factors left_;
   Factors right_;
   c10::intrusive_ptr<c10d::Work> left_work_;
@@ -264,13 +295,6 @@ class PowerSgdHook : public CommHook {
 
   std::function<void()> start_bucket(GradBucket bucket, HookComm& comm) {
     if (is_before_start_ || bucket.flat.is_complex()) return start_mean(bucket.flat, comm);
-    if (!bucket.flat.is_cpu()) {
-      throw UsageError(
-          {.rank = comm.rank(), .operation = "power_sgd"},
-          text::format("PowerSGD was given gradients on {}.\nIt works on the CPU only: "
-                       "use bf16_hook() or fp16_hook() there.",
-                       bucket.flat.device().str()));
-    }
     std::shared_ptr<BucketState> state = state_of(bucket);
     if (state->matrices.empty()) return start_mean(bucket.flat, comm);
     auto journey = std::make_shared<Journey>(options_, std::move(bucket), std::move(state), comm);

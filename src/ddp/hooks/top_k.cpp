@@ -33,7 +33,8 @@ at::Tensor unpack(const at::Tensor& message, std::int64_t begin, std::int64_t co
 
 // The places of the k largest; NaN is larger than all. at::topk sorts pairs, ten times slower than
 // reading: so a sample tells how large the k-th may be at least, and only what is not below takes
-// part. Where the sample was wrong, and too little is left, all do.
+// part. Where the sample was wrong, and too little is left, all do. On a device the host would have
+// to wait for what is left.
 at::Tensor places_of_largest(const at::Tensor& magnitudes, std::int64_t k) {
   const auto top = [](const at::Tensor& values, std::int64_t count) {
     return at::topk(values, count, 0, true, false);
@@ -41,7 +42,7 @@ at::Tensor places_of_largest(const at::Tensor& magnitudes, std::int64_t k) {
   constexpr std::int64_t kStride = 61;  // prime: no column of a matrix
   const std::int64_t num_sampled = k / kStride * 5 / 4 + 32;
   const at::Tensor sample = magnitudes.slice(0, 0, std::nullopt, kStride);
-  if (num_sampled < sample.numel() / 2) {
+  if (magnitudes.is_cpu() && num_sampled < sample.numel() / 2) {
     const at::Tensor bound = std::get<0>(top(sample, num_sampled)).min();
     const at::Tensor places = magnitudes.lt(bound).logical_not_().nonzero().view(-1);
     if (places.numel() >= k) {
@@ -102,16 +103,22 @@ class TopKHook : public CommHook {
       work->wait();
       const at::Tensor sum = type == wide ? flat : at::empty_like(flat, wide);
       sum.zero_();
-      bool is_finite = true;
+      at::Tensor is_finite = at::ones({}, flat.options().dtype(at::kBool));
       for (const at::Tensor& message : messages.unbind()) {
         const at::Tensor their_values = unpack(message, 0, k, type);
         const auto value_bytes = static_cast<std::int64_t>(their_values.nbytes());
         sum.index_add_(0, unpack(message, value_bytes, k, place_type), their_values.to(wide));
-        is_finite = is_finite && at::isfinite(their_values).all().item<bool>();
+        is_finite = is_finite.logical_and(at::isfinite(their_values).all());
       }
       sum.div_(messages.size(0));
       if (!sum.is_same(flat)) flat.copy_(sum);
-      if (keeps && is_finite) *memory = left_over;
+      if (!keeps) return;
+      if (flat.is_cpu()) {
+        if (is_finite.item<bool>()) *memory = left_over;
+      } else {  // known to the device alone
+        *memory = at::where(is_finite, left_over,
+                            memory->defined() ? *memory : at::zeros_like(left_over));
+      }
     };
   }
 

@@ -48,7 +48,7 @@ std::vector<Device> devices_for(const EngineContext& context) {
   std::vector<Device> devices;
   std::istringstream names(*interfaces);
   for (std::string name; std::getline(names, name, ',');) {
-    check_interface(name, context.rank);
+    check_interface(name, context.global_rank());
     devices.push_back(Gloo::createDeviceForInterface(name));
   }
   return devices;
@@ -96,7 +96,7 @@ Backend make_gloo(const EngineContext& context) {
   try {
     options->devices = devices_for(context);
   } catch (const c10::Error& error) {
-    throw_no_device(context.rank, error);
+    throw_no_device(context.global_rank(), error);
   }
   // `lockstep run --lost-after` sets it, so that launchers and ranks lose a host together.
   const int lost_after = Environment::of_process().get_int("LOCKSTEP_LOST_AFTER", 4).value_or(8);

@@ -76,14 +76,14 @@ std::vector<NetworkAddress> network_addresses() {
 std::string own_address(const EngineContext& context) {
   const bool is_told = !context.master_address.empty();
   const std::string towards = is_told ? context.master_address : host_name();
-  const std::string address = address_towards(towards, context.rank);
+  const std::string address = address_towards(towards, context.global_rank());
   if (!is_loopback(address)) return address;
   if (!is_loopback(towards)) {
     const auto others = network_addresses();
     if (others.size() == 1) return others.front().text;
   }
   throw UsageError(
-      {.rank = context.rank, .operation = "join"},
+      {.rank = context.global_rank(), .operation = "join"},
       text::format("The ranks are on several hosts, but the way to {} '{}' is the address {} here, "
                    "which other hosts cannot reach.\nSet {}GLOO_SOCKET_IFNAME to the network "
                    "interface that connects the hosts (ip -brief address lists them).",

@@ -33,9 +33,8 @@ Backend make_hierarchical(const EngineContext& context, const std::string& betwe
   across.channel.reset();
   across.store = c10::make_intrusive<c10d::PrefixStore>("between", context.store);
   const auto local =
-      connect_by_memory(part_of_host(context, layout), [members = context.members](int rank) {
-        return describe(members[static_cast<std::size_t>(rank)]);
-      });
+      connect_by_memory(part_of_host(context, layout),
+                        [members = context.members](int rank) { return describe(members, rank); });
   const auto hierarchy =
       std::make_shared<Hierarchy>(context, local, make_wire_engine(between, across));
   return c10::make_intrusive<TensorEngine>("hierarchical:" + between, hierarchy, local);

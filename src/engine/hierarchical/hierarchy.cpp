@@ -1,9 +1,11 @@
 #include "engine/hierarchical/hierarchy.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/posix.h"
 #include "base/text.h"
+#include "shm/neighbours.h"
 
 namespace lockstep {
 namespace {
@@ -51,7 +53,7 @@ void Hierarchy::leave() noexcept {
     const MutexLock lock(mutex_);
     if (is_ending_) return;
     is_ending_ = true;
-    if (!queue_.empty()) interrupt(collective::world_has_ended(rank()));
+    if (!queue_.empty()) interrupt(collective::world_has_ended(global_rank(rank())));
   }
   changed_.notify_all();
   thread_.join();
@@ -60,7 +62,7 @@ void Hierarchy::leave() noexcept {
   {
     const MutexLock lock(mutex_);
     has_failed = failure_ != nullptr;
-    if (!has_failed) failure_ = collective::world_has_ended(rank());
+    if (!has_failed) failure_ = collective::world_has_ended(global_rank(rank()));
   }
   changed_.notify_all();
   wire_.interrupt();
@@ -69,7 +71,7 @@ void Hierarchy::leave() noexcept {
 }
 
 std::shared_ptr<Request> Hierarchy::start(collective::Operation operation) {
-  collective::check(operation, rank(), size());
+  collective::check(operation, *this);
   auto task = std::make_shared<Task>();
   task->operation = std::move(operation);
   task->operation.timeout = task->operation.timeout_or(timeout_);
@@ -99,7 +101,8 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
   const auto start = Clock::now();
   if (auto* task = const_cast<MessageTask*>(dynamic_cast<const MessageTask*>(&request))) {
     if (task->self) return wait_for_self(*task, until);
-    if (until != kNoLimit) {
+    // This thread may have to move groups on meanwhile.
+    if (until != kNoLimit || shm::neighbours::num_busy() > 0) {
       wait_by_worker(*task);
     } else if (take_waiter(*task)) {
       wait_for(*task, task->message.timeout_or(timeout_));
@@ -107,16 +110,18 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
   }
   shm::BoardWait board_wait(until == kNoLimit ? channel_.get() : nullptr, request.number);
   auto next_check = Clock::now() + kPeerCheckInterval;
+  shm::neighbours::Looks looks;
   const MutexLock lock(mutex_);
   while (!request.is_done) {
     throw_if_failed();
-    changed_.wait_until(mutex_, std::min(until, next_check));
+    changed_.wait_until(mutex_, std::min({until, next_check, looks.next(nullptr)}));
     if (request.is_done) break;
     const auto now = Clock::now();
     if (now >= until) return false;
+    const MutexUnlock unlock(mutex_);
+    looks.look(nullptr, true, now);
     if (now < next_check) continue;
     next_check = now + kPeerCheckInterval;
-    const MutexUnlock unlock(mutex_);
     check_wait(request, until == kNoLimit ? now - start : Clock::duration::zero(), board_wait);
   }
   return true;
@@ -155,8 +160,8 @@ void Hierarchy::check_peers(const Activity& activity) {
 
 void Hierarchy::throw_what_others_know(const Activity& activity) {
   if (const auto cause = wire_.told()) {
-    throw_cause(*cause, {.rank = rank(), .operation = activity.operation},
-                wire_.describe(cause->rank));
+    throw_cause(*cause, {.rank = global_rank(rank()), .operation = activity.operation},
+                wire_.describe_global(cause->rank));
   }
   local_->check_peers(activity);
 }
@@ -214,7 +219,7 @@ void Hierarchy::fail(std::exception_ptr error) {
     local_->give_up(error);
     // Until here a caller's thread may move what the host is at, which refers to these steps.
     steps_.reset();  // messages that the engine cannot take back keep it
-    wire_.leave(cause_of(error, rank()));
+    wire_.leave(cause_of(error, global_rank(rank())));
   }
   failure_ = error;
   queue_.clear();
@@ -248,7 +253,7 @@ void Hierarchy::check(const Message& message) const {
   const int least = message.is_send ? 0 : collective::kAnyRank;
   if (message.peer < least || message.peer >= size() || message.tag < 0 || message.tag > kMaxTag) {
     throw UsageError(
-        {.rank = rank(), .operation = message.name()},
+        {.rank = global_rank(rank()), .operation = message.name()},
         text::format("{} was given rank {} and tag {} in a world of {}.\n"
                      "Give a rank from 0 to {} and a tag from 0 to {}.",
                      message.name(), message.peer, message.tag, size(), size() - 1, kMaxTag));

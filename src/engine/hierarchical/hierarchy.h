@@ -7,7 +7,8 @@
 // Threading: any thread may call. One thread runs the operations and sleeps while it waits; callers
 // that wait check for ranks that are gone, and interrupt it. A message is waited for by the
 // caller's thread, or, if the caller only looks at it, by one of the workers: an engine's own
-// message may tell that it is done to whoever waits for it, and to nobody else.
+// message may tell that it is done to whoever waits for it, and to nobody else. Callers that wait
+// move the groups of other worlds on (shm/neighbours.h).
 #pragma once
 
 #include <deque>
@@ -35,6 +36,7 @@ class Hierarchy final : public collective::Runner {
 
   int rank() const override { return layout_.rank; }
   int size() const override { return layout_.num_ranks(); }
+  int global_rank(int peer) const override { return layout_.global_rank(peer); }
 
   std::shared_ptr<collective::Request> start(collective::Operation operation) override;
   std::shared_ptr<collective::MessageRequest> start(collective::Message message) override;

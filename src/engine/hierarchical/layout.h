@@ -19,10 +19,15 @@ struct HostLayout {
         my_index(index(rank)),
         num_teams(static_cast<int>(std::ranges::min(hosts.ranks, {}, [](const auto& ranks) {
                                      return ranks.size();
-                                   }).size())) {}
+                                   }).size())) {
+    for (const Member& member : members) global_ranks.push_back(member.rank);
+  }
 
   int num_ranks() const { return static_cast<int>(hosts.host_of.size()); }
   int num_hosts() const { return hosts.size(); }
+  int global_rank(int peer) const {  // what errors call it
+    return peer < 0 ? peer : global_ranks[static_cast<std::size_t>(peer)];
+  }
   const std::vector<int>& here() const { return hosts.with(rank); }
   int num_here() const { return static_cast<int>(here().size()); }
   int host_of(int peer) const { return hosts.host_of[static_cast<std::size_t>(peer)]; }
@@ -44,6 +49,7 @@ struct HostLayout {
   const int host;  // this rank's
   const int my_index;
   const int num_teams;
+  std::vector<int> global_ranks;  // by rank
 };
 
 }  // namespace lockstep

@@ -83,17 +83,21 @@ void HostSteps::run_steps() {
     case Kind::kAllToAll:
       all_to_all();
       break;
+    case Kind::kReduceOnce:
+      break;  // refused by start()
   }
 }
 
 void HostSteps::compare(int peer, const OperationHeader& theirs) const {
   if (theirs == header_) return;
+  const int mine = layout_.global_rank(layout_.rank);
+  const int other = layout_.global_rank(peer);
   // All ranks name the lower one first.
   if (peer < layout_.rank) {
-    collective::throw_mismatch(layout_.rank, header_.number, peer, theirs.signature, layout_.rank,
+    collective::throw_mismatch(mine, header_.number, other, theirs.signature, mine,
                                header_.signature);
   }
-  collective::throw_mismatch(layout_.rank, header_.number, layout_.rank, header_.signature, peer,
+  collective::throw_mismatch(mine, header_.number, mine, header_.signature, other,
                              theirs.signature);
 }
 
@@ -278,7 +282,8 @@ void HostSteps::wait(std::vector<Parcel>& parcels) {
 }
 
 void HostSteps::wait(Parcel& parcel) {
-  local_.set_waiting_outside(parcel.peer);  // until the operation ends: more will follow
+  local_.set_waiting_outside(
+      layout_.global_rank(parcel.peer));  // until the operation ends: more will follow
   wire_.wait(parcel, activity_);
 }
 

@@ -143,6 +143,10 @@ std::optional<Wire::Waiting> Wire::waiting() const {
 
 std::string Wire::describe(int rank) const { return lockstep::describe(member(rank)); }
 
+std::string Wire::describe_global(int global_rank) const {
+  return lockstep::describe(members_, global_rank);
+}
+
 std::uint64_t Wire::check_of(const Notice& notice) {
   return hash_bytes(reinterpret_cast<const std::byte*>(&notice) + sizeof notice.check,
                     sizeof notice - sizeof notice.check, 1);
@@ -171,7 +175,8 @@ std::optional<Cause> Wire::told() const {
 }
 
 void Wire::throw_lost(int peer, const Activity& activity, const std::string& reason) const {
-  const ErrorPlace place{.rank = rank_, .peer = peer, .operation = activity.operation};
+  const ErrorPlace place{
+      .rank = global_rank(rank_), .peer = global_rank(peer), .operation = activity.operation};
   const std::string& what = activity.text;
   if (peer < 0) {
     throw ConnectionLost(place, text::format("{} lost a connection: {}\n"
@@ -190,13 +195,13 @@ void Wire::throw_lost(int peer, const Activity& activity, const std::string& rea
   throw ConnectionLost(
       place, text::format("{} lost {}: its connection broke ({}).\nLook at the last lines of rank "
                           "{}, and whether its host {} is up and can be reached.",
-                          what, describe(peer), reason.substr(0, reason.find('\n')), peer,
-                          member(peer).host));
+                          what, describe(peer), reason.substr(0, reason.find('\n')),
+                          member(peer).rank, member(peer).host));
 }
 
 void Wire::throw_late(int peer, const Activity& activity, std::chrono::milliseconds timeout) const {
   throw TimeoutError(
-      {.rank = rank_, .peer = peer, .operation = activity.operation},
+      {.rank = global_rank(rank_), .peer = global_rank(peer), .operation = activity.operation},
       text::format("{} waited {:.1f} s for {}.\nCheck what it is doing and whether its host can be "
                    "reached, make the same calls in the same order on all ranks, or raise "
                    "JoinOptions::timeout.",

@@ -71,8 +71,8 @@ class Wire {
   };
   std::optional<Waiting> waiting() const;
 
-  // What errors call a rank.
-  std::string describe(int rank) const;
+  // What errors call a rank, by its global rank.
+  std::string describe_global(int global_rank) const;
 
   // The cause that a partner has told, if one has.
   std::optional<Cause> told() const;
@@ -92,6 +92,8 @@ class Wire {
 
   void close() noexcept;
   const Member& member(int rank) const { return members_[static_cast<std::size_t>(rank)]; }
+  int global_rank(int rank) const { return rank < 0 ? rank : member(rank).rank; }
+  std::string describe(int rank) const;
   static std::uint64_t check_of(const Notice& notice);
   static std::optional<Notice> read(const Notice& arriving);
   void wait(Parcel& parcel, std::chrono::milliseconds timeout, std::chrono::milliseconds grace,

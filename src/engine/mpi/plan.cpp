@@ -88,6 +88,7 @@ Span MpiPlan::gives(int peer) const {
     case Kind::kAllToAll:
       return span(operation_.input, peer);
     case Kind::kBarrier:
+    case Kind::kReduceOnce:  // refused by start()
       break;
   }
   return {};
@@ -111,6 +112,7 @@ Span MpiPlan::takes(int peer) const {
     case Kind::kScatter:
       return from_root ? span(operation_.output, 0) : Span{};
     case Kind::kBarrier:
+    case Kind::kReduceOnce:  // refused by start()
       break;
   }
   return {};

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/text.h"
+#include "shm/neighbours.h"
 
 namespace lockstep {
 namespace {
@@ -54,7 +55,7 @@ MpiRunner::~MpiRunner() {
 void MpiRunner::leave() noexcept { stop(collective::world_has_ended(notices_.global_rank(rank_))); }
 
 std::shared_ptr<collective::Request> MpiRunner::start(Operation operation) {
-  collective::check(operation, notices_.global_rank(rank_), size_);
+  collective::check(operation, *this);
   auto request = std::make_shared<MpiOperation>();
   request->operation = std::move(operation);
   const MutexLock lock(mutex_);
@@ -100,11 +101,15 @@ bool MpiRunner::wait_until(const collective::Request& request, TimePoint until) 
   const auto deadline = message != nullptr && until == kNoLimit ? start + timeout : kNoLimit;
   const auto& abandonable = dynamic_cast<const Abandonable&>(request);
   shm::BoardWait board_wait(until == kNoLimit ? channel_.get() : nullptr, request.number);
+  shm::neighbours::Looks looks;  // at other worlds of this process
   const MutexLock lock(mutex_);
   while (true) {
     const auto next_check = std::min({until, deadline, Clock::now() + kPeerPollInterval});
     while (!request.is_done && !abandonable.is_abandoned && !failure_ &&
-           done_.wait_until(mutex_, next_check)) {
+           (done_.wait_until(mutex_, std::min(next_check, looks.next(nullptr))) ||
+            Clock::now() < next_check)) {
+      const MutexUnlock unlock(mutex_);
+      looks.look(nullptr, true, Clock::now());
     }
     if (request.is_done) return true;
     if (failure_) throw_failure();

@@ -32,6 +32,7 @@ class MpiRunner final : public collective::Runner {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
+  int global_rank(int peer) const override { return notices_.global_rank(peer); }
   bool needs_largest_part() const override { return false; }
 
   std::shared_ptr<collective::Request> start(collective::Operation operation) override;

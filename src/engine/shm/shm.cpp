@@ -32,7 +32,8 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
                             .channel = context.channel};
   // With other hosts a thread waits beside the one that computes; here the waiting one has the core
   // for itself, and polling for longer was faster (docs/design/0003).
-  if (!options.describe) options.spin = std::chrono::milliseconds(2);
+  options.is_attended = options.describe != nullptr;
+  if (!options.is_attended) options.spin = std::chrono::milliseconds(2);
   return std::make_shared<shm::Group>(std::move(options), exchange);
 }
 

@@ -37,7 +37,7 @@ class DoneWork : public c10d::Work {
 
 class Solo : public c10d::Backend {
  public:
-  Solo() : c10d::Backend(0, 1) {}
+  explicit Solo(int global_rank) : c10d::Backend(0, 1), global_rank_(global_rank) {}
 
   const std::string getBackendName() const override { return "solo"; }
   void setTimeout(std::chrono::milliseconds) override {}  // nothing ever waits
@@ -141,11 +141,11 @@ class Solo : public c10d::Backend {
   }
 
  private:
-  [[noreturn]] static void refuse(const char* operation, const std::string& reason) {
-    throw UsageError({.rank = 0, .operation = operation},
+  [[noreturn]] void refuse(const char* operation, const std::string& reason) const {
+    throw UsageError({.rank = global_rank_, .operation = operation},
                      reason + ".\nMake the call as it would be right on every rank.");
   }
-  static void check_rank(const char* operation, int64_t rank) {
+  void check_rank(const char* operation, int64_t rank) const {
     if (rank != 0) refuse(operation, text::format("rank {} is not in a world of one", rank));
   }
 
@@ -201,7 +201,7 @@ class Solo : public c10d::Backend {
     Tensors flat = one_of_each(operation, inputs);
     return copy_all(operation, type, outputs, flat);
   }
-  static Tensors one_of_each(const char* operation, const std::vector<Tensors>& lists) {
+  Tensors one_of_each(const char* operation, const std::vector<Tensors>& lists) const {
     Tensors flat;
     for (const Tensors& list : lists) {
       if (list.size() != 1) {
@@ -212,12 +212,15 @@ class Solo : public c10d::Backend {
     return flat;
   }
 
+  const int global_rank_;  // what errors call this rank
   uint64_t sequence_ = 0;
   std::map<int, std::deque<at::Tensor>> messages_;  // by tag
 };
 
 }  // namespace
 
-Backend make_solo(const EngineContext&) { return c10::make_intrusive<Solo>(); }
+Backend make_solo(const EngineContext& context) {
+  return c10::make_intrusive<Solo>(context.members.at(0).rank);
+}
 
 }  // namespace lockstep

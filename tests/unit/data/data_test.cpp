@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <lockstep/data.h>
 #include <lockstep/error.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -13,6 +14,7 @@
 #include <thread>
 
 #include "support/has.h"
+#include "support/run_ranks.h"
 
 namespace lockstep::test {
 namespace {
@@ -293,6 +295,27 @@ TEST(Loader, AnEpochThatIsSetAfterABreakIsTheNextOne) {
     EXPECT_EQ(loader.next()->indices, (expected.set_epoch(9), *expected.next(3)));
   }
 }
+
+#ifndef LOCKSTEP_SANITIZED  // it reserves more memory than the limit
+TEST(Loader, ThreadsThatCannotBeStartedAreAnError) {
+  EXPECT_TRUE(all_passed(run_ranks(1, [](int) {
+    Loader loader(std::make_shared<Numbers>(100), DistributedSampler(100, 0, 1),
+                  {.batch_size = 3, .threads = 64});
+    long num_pages = 0;
+    std::ifstream("/proc/self/statm") >> num_pages;
+    rlimit before{};
+    ASSERT_EQ(::getrlimit(RLIMIT_AS, &before), 0);
+    rlimit limit = before;  // the stacks of a few threads fit
+    limit.rlim_cur = static_cast<rlim_t>(num_pages * ::sysconf(_SC_PAGESIZE) + (40L << 20));
+    ASSERT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
+    const std::string text = refusal([&] { loader.next(); });
+    ASSERT_EQ(::setrlimit(RLIMIT_AS, &before), 0);
+    EXPECT_TRUE(has(text, "Of 64 threads of a loader")) << text;
+    EXPECT_FALSE(has(text, "loader 0 could be started")) << text;
+    EXPECT_EQ(loader.next()->indices.size(), 3U);
+  })));
+}
+#endif
 
 TEST(Loader, MayBeLeftInTheMiddle) {
   for (int round = 0; round < 20; ++round) {

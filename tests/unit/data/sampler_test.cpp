@@ -227,10 +227,119 @@ TEST(Sampler, PythonsOrderIndexForIndex) {
            .drop_last = one.at("drop_last")});
       sampler.set_epoch(one.at("epoch"));
       sampler.reset();
-      EXPECT_EQ(draw(sampler, 3), one.at("indices")[static_cast<std::size_t>(rank)].get<Indices>())
-          << one.dump();
+      const auto expected = one.at("indices")[static_cast<std::size_t>(rank)].get<Indices>();
+      EXPECT_EQ(sampler.samples_per_epoch(), expected.size()) << one.dump();
+      EXPECT_EQ(draw(sampler, 3), expected) << one.dump();
     }
   }
+}
+
+std::vector<std::int64_t> make_lengths(std::size_t count) {
+  std::mt19937 random(3);
+  std::vector<std::int64_t> lengths;
+  for (std::size_t i = 0; i < count; ++i) {
+    lengths.push_back(static_cast<std::int64_t>(1 + random() % 500));
+  }
+  return lengths;
+}
+
+// What ranks have to pad if each step is as long as its longest sample, as a part of all.
+double padded_part(const std::vector<std::int64_t>& lengths, const SamplerOptions& options) {
+  constexpr std::size_t kBatch = 8;
+  std::vector<DistributedSampler> ranks;
+  for (int rank = 0; rank < 4; ++rank) ranks.emplace_back(lengths.size(), rank, 4, options);
+  double all = 0;
+  double used = 0;
+  while (true) {
+    std::int64_t longest = 0;
+    std::int64_t sum = 0;
+    std::size_t count = 0;
+    for (DistributedSampler& rank : ranks) {
+      const auto batch = rank.next(kBatch);
+      if (!batch) return 1 - used / all;
+      count += batch->size();
+      for (const std::size_t index : *batch) {
+        longest = std::max(longest, lengths[index]);
+        sum += lengths[index];
+      }
+    }
+    all += static_cast<double>(longest) * static_cast<double>(count);
+    used += static_cast<double>(sum);
+  }
+}
+
+TEST(Sampler, BucketsOfSimilarLengthPadLittle) {
+  const auto lengths = make_lengths(5000);
+  const SamplerOptions by_length{
+      .order = SampleOrder::kByLength, .lengths = lengths, .bucket_size = 32};
+  EXPECT_GT(padded_part(lengths, {}), 0.4);
+  EXPECT_LT(padded_part(lengths, by_length), 0.04);
+  // An epoch is a permutation, and another one than the next.
+  DistributedSampler sampler(5000, 0, 1, by_length);
+  std::set<Indices> orders;
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    sampler.reset();
+    const Indices order = draw(sampler, 32);
+    EXPECT_EQ(std::set<std::size_t>(order.begin(), order.end()).size(), 5000U);
+    orders.insert(order);
+  }
+  EXPECT_EQ(orders.size(), 3U);
+  // Batches do not come in the order of lengths.
+  DistributedSampler one(5000, 0, 1, by_length);
+  int longer = 0;
+  std::int64_t before = 0;
+  for (int i = 0; i < 64; ++i) {
+    const std::int64_t now = lengths[one.next(32)->front()];
+    longer += now > before ? 1 : 0;
+    before = now;
+  }
+  EXPECT_GT(longer, 16);
+  EXPECT_LT(longer, 48);
+}
+
+TEST(Sampler, BucketsGoOnWithAnyOtherWorldSize) {
+  const SamplerOptions options{
+      .order = SampleOrder::kByLength, .lengths = make_lengths(301), .bucket_size = 12};
+  DistributedSampler whole(301, 0, 1, options);
+  const Indices expected = draw(whole, 7);
+  std::vector<Indices> drawn;
+  SamplerState state;
+  for (int rank = 0; rank < 3; ++rank) {
+    DistributedSampler sampler(301, rank, 3, options);
+    drawn.push_back(draw(sampler, 4, 20));
+    state = sampler.state();
+  }
+  Indices all = interleave(drawn);
+  EXPECT_EQ(state.consumed, 60);
+  DistributedSampler rest(301, 0, 1, options);
+  rest.load_state(state);
+  const Indices others = draw(rest, 9);
+  all.insert(all.end(), others.begin(), others.end());
+  EXPECT_EQ(all, expected);
+}
+
+TEST(Sampler, LengthsThatDoNotFitAreNamed) {
+  const auto message = [](std::size_t size, const SamplerOptions& options) -> std::string {
+    try {
+      DistributedSampler(size, 0, 1, options);
+    } catch (const UsageError& error) {
+      return error.message();
+    }
+    return "nothing";
+  };
+  EXPECT_NE(message(3, {.order = SampleOrder::kByLength, .lengths = {1, 2}})
+                .find("2 lengths for 3 samples"),
+            std::string::npos);
+  EXPECT_NE(message(1, {.order = SampleOrder::kByLength, .lengths = {1}, .bucket_size = 0})
+                .find("buckets of 0"),
+            std::string::npos);
+  EXPECT_EQ(message(1, {.order = SampleOrder::kByLength, .lengths = {1}}), "nothing");
+  // A size that is refused is not taken.
+  DistributedSampler sampler(3, 0, 1, {.order = SampleOrder::kByLength, .lengths = {1, 2, 3}});
+  EXPECT_THROW(sampler.reset(200), UsageError);
+  EXPECT_EQ(sampler.num_samples(), 3U);
+  sampler.reset();
+  EXPECT_EQ(sampler.next(200)->size(), 3U);
 }
 
 TEST(Sampler, BadInputIsNamed) {

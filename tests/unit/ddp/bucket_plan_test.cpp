@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <map>
 #include <numeric>
 #include <random>
 
@@ -76,6 +78,52 @@ TEST(BucketPlan, EverySlotHasAPlaceOfItsOwnOnACacheLine) {
       EXPECT_GE(plan.num_elements, end);
     }
     for (const int times : times_seen) EXPECT_EQ(times, 1);
+  }
+}
+
+// Buckets of one type lie one behind the other, so that a tensor that was cut is still one run of
+// memory.
+TEST(BucketPlan, CutsLargeTensorsIntoPartsThatLieOneBehindTheOther) {
+  const std::vector<SlotShape> shapes = {{100}, {16}, {40}};
+  const auto plans = plan_buckets(shapes, {0, 1, 2}, {256, 64, 128});  // parts of 32 elements
+  ASSERT_EQ(slots_of(plans), (std::vector<Order>{{0}, {0, 0}, {0, 1}, {2}, {2}}));
+  EXPECT_EQ(plans[1].firsts, (std::vector<std::int64_t>{32, 64}));
+  EXPECT_EQ(plans[2].firsts, (std::vector<std::int64_t>{96, 0}));
+  EXPECT_EQ(plans[2].counts, (std::vector<std::int64_t>{4, 16}));
+
+  std::mt19937 random(2);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<SlotShape> all(1 + random() % 20);
+    for (SlotShape& shape : all) {
+      shape.num_elements = random() % 4 == 0 ? random() % 3 : random() % 2000;
+      shape.type = random() % 2 == 0 ? at::kFloat : at::kBFloat16;
+    }
+    Order order(all.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    const auto part_bytes = static_cast<std::int64_t>(1 + random() % 2000);
+    std::vector<std::int64_t> seen(all.size(), -1);    // elements; -1: not even an empty part
+    std::vector<std::int64_t> begins(all.size(), -1);  // in the memory of its type
+    std::map<at::ScalarType, std::int64_t> used;
+    for (const BucketPlan& plan : plan_buckets(
+             all, order,
+             {1 + random() % 3000, random() % 500, static_cast<std::size_t>(part_bytes)})) {
+      const at::ScalarType type = all[plan.slots[0]].type;
+      const auto size = static_cast<std::int64_t>(c10::elementSize(type));
+      for (std::size_t i = 0; i < plan.slots.size(); ++i) {
+        const std::size_t slot = plan.slots[i];
+        const std::int64_t at = used[type] + plan.offsets[i];
+        EXPECT_EQ(all[slot].type, type);
+        EXPECT_EQ(plan.firsts[i], std::max<std::int64_t>(seen[slot], 0));
+        if (plan.firsts[i] == 0) begins[slot] = at;
+        EXPECT_EQ(at, begins[slot] + plan.firsts[i]);
+        EXPECT_LE(plan.counts[i] * size, std::max<std::int64_t>(part_bytes, 64));
+        EXPECT_LE(plan.offsets[i] + plan.counts[i], plan.num_elements);
+        seen[slot] = plan.firsts[i] + plan.counts[i];
+      }
+      used[type] += plan.num_elements;
+    }
+    for (std::size_t i = 0; i < all.size(); ++i) EXPECT_EQ(seen[i], all[i].num_elements);
   }
 }
 

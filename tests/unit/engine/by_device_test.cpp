@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <lockstep/error.h>
 
+#include "engine/reduce_once.h"
+
 namespace lockstep {
 namespace {
 
@@ -19,7 +21,13 @@ class Recorder : public c10d::Backend {
   Recorder() : c10d::Backend(0, 1) {}
   const std::string getBackendName() const override { return "recorder"; }
   bool supportsCoalescing() const override { return true; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    calls.push_back("allocate");
+    return at::empty({size}, options);
+  }
   void setTimeout(std::chrono::milliseconds timeout) override { its_timeout = timeout; }
+  void abort() override { calls.push_back("abort"); }
   void startCoalescing() override { calls.push_back("start"); }
   Work endCoalescing() override { return record("end"); }
   Work allreduce(Tensors&, const c10d::AllreduceOptions&) override { return record("allreduce"); }
@@ -54,7 +62,7 @@ class Recorder : public c10d::Backend {
 
 struct TwoEngines {
   c10::intrusive_ptr<Recorder> gpu = c10::make_intrusive<Recorder>();
-  ByDevice engine{"nccl", make_engine("solo", alone()), gpu};
+  ByDevice engine{"nccl", 5, make_engine("solo", alone()), gpu};
 
   static EngineContext alone() {
     EngineContext context;
@@ -90,7 +98,12 @@ TEST(ByDevice, ListsOfBothAreRefusedBeforeEitherHearsOfThem) {
   TwoEngines two;
   Tensors mixed = {at::ones({3}), at::ones({3}, kGpu)};
   Tensors here = {at::ones({3}), at::ones({3})};
-  EXPECT_THROW(two.engine.allreduce(mixed, {}), UsageError);
+  try {
+    two.engine.allreduce(mixed, {});
+    ADD_FAILURE();
+  } catch (const UsageError& error) {
+    EXPECT_EQ(error.rank(), 5);
+  }
   EXPECT_THROW(two.engine.allgather_into_tensor_coalesced(mixed, here, {}), UsageError);
   std::vector<Tensors> lists = {here};
   EXPECT_THROW(two.engine.allgather_coalesced(lists, mixed, {}), UsageError);
@@ -111,10 +124,38 @@ TEST(ByDevice, CoalescedCallsAreTheGpusAlone) {
   EXPECT_NE(two.engine.allreduce(here, {}), nullptr);
 }
 
-TEST(ByDevice, BothHaveTheTimeout) {
+TEST(ByDevice, MemoryIsOfTheEngineOfItsDevice) {
+  TwoEngines two;
+  EXPECT_FALSE(two.engine.supportsTensorAlloc(-1));  // main memory: of the engine for one rank
+  ASSERT_TRUE(two.engine.supportsTensorAlloc(0));
+  EXPECT_EQ(two.engine.allocateTensor(3, kGpu).numel(), 3);
+  EXPECT_EQ(two.gpu->take(), (std::vector<std::string>{"allocate"}));
+}
+
+TEST(ByDevice, ReduceOnceIsOfTheEngineForMainMemory) {
+  TwoEngines two;
+  const auto input = at::ones({3});
+  const auto output = at::zeros({3});
+  ASSERT_TRUE(can_reduce_once(two.engine));
+  start_reduce_once(two.engine, input, output, c10d::makePreMulSum(0.5))->wait();
+  EXPECT_TRUE(at::equal(output, at::full({3}, 0.5)));
+  ByDevice without("nccl", 5, two.gpu, two.gpu);
+  EXPECT_FALSE(can_reduce_once(without));
+  EXPECT_THROW(start_reduce_once(without, input, output, c10d::ReduceOp::SUM), UsageError);
+  EXPECT_TRUE(two.gpu->calls.empty());
+}
+
+// Main memory is to notice first.
+TEST(ByDevice, BothHaveTheTimeoutAndTheGpusMore) {
   TwoEngines two;
   two.engine.setTimeout(std::chrono::milliseconds(1234));
-  EXPECT_EQ(two.gpu->its_timeout.count(), 1234);
+  EXPECT_EQ(two.gpu->its_timeout.count(), 2 * 1234);
+}
+
+TEST(ByDevice, AbortIsForTheGpu) {
+  TwoEngines two;
+  two.engine.abort();
+  EXPECT_EQ(two.gpu->take(), std::vector<std::string>{"abort"});
 }
 
 }  // namespace

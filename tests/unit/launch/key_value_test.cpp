@@ -4,12 +4,11 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/json.h"
 #include "launch/cbor.h"
 
 namespace lockstep {
 namespace {
-
-using Json = nlohmann::json;
 
 Json bytes(const std::string& text) {
   return Json::binary(std::vector<std::uint8_t>(text.begin(), text.end()));

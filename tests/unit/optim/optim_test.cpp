@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "support/golden.h"
+#include "support/golden_tensor.h"
 
 namespace lockstep {
 namespace {
@@ -194,6 +195,19 @@ TEST(Optim, RefusesWhatItCannotDo) {
   optim::SGD sgd(parameters, torch::optim::SGDOptions(0.1));
   at::Tensor(parameters[0]).mutable_grad() = at::zeros({3, 5}).to_sparse();
   EXPECT_THROW(sgd.step(), UsageError);
+}
+
+TEST(ClipGradNorm, IsPythons) {
+  const auto golden = test::read_golden("kit_golden.json").at("clip");
+  ASSERT_EQ(golden.size(), 3U);
+  for (const auto& one : golden) {
+    const auto parameters = make_parameters();
+    draw_gradients(parameters);
+    const double max_norm = one.at("max_norm");
+    EXPECT_NEAR(optim::clip_grad_norm(parameters, max_norm), one.at("norm").get<double>(), 1e-5);
+    EXPECT_TRUE(at::allclose(parameters[1].grad(), test::to_tensor(one.at("last")), 1e-5, 1e-7))
+        << max_norm;
+  }
 }
 
 TEST(ClipGradNorm, IsLibTorchs) {

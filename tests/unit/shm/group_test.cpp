@@ -250,7 +250,9 @@ TEST_P(GroupSizes, TheBitsDependOnNothingButTheOrderOfRanks) {
 TEST(Group, TwoGroupsAtOnce) {
   run_threads(2, [](Group& one) {
     static ThreadExchange exchange(2);
-    Group two({.rank = one.rank(), .size = 2}, exchange.for_rank(one.rank()));
+    const auto shared = std::make_shared<Group>(GroupOptions{.rank = one.rank(), .size = 2},
+                                                exchange.for_rank(one.rank()));
+    Group& two = *shared;
     std::vector<float> a(3000, 1);
     std::vector<float> b(3000, 2);
     const auto first = one.start(all_reduce(a.data(), a.size()));

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -51,9 +52,10 @@ inline void run_threads(int size, const std::function<void(Group&)>& body,
       GroupOptions mine = options;
       mine.rank = rank;
       mine.size = size;
-      Group group(mine, exchange.for_rank(rank));
-      body(group);
-      group.leave();
+      // Shared, as engines share theirs: only such groups are neighbours.
+      const auto group = std::make_shared<Group>(mine, exchange.for_rank(rank));
+      body(*group);
+      group->leave();
       exchange.for_rank(rank)("left");  // threads share one mapping: nobody unmaps it before
     });
   }

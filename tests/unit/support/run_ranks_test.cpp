@@ -33,6 +33,22 @@ TEST(RunRanks, AFailedExpectationFailsTheRank) {
   EXPECT_NE(results[1].output.find("Failure"), std::string::npos);
 }
 
+TEST(RunRanks, ARankThatReturnsAtAFailedAssertionHasFailed) {
+  const auto results = run_ranks(2, [](int rank) {
+    ASSERT_EQ(rank, 0);
+    std::cout << "behind it" << std::endl;
+  });
+  EXPECT_TRUE(results[0].status.is_ok());
+  EXPECT_EQ(results[1].status.code, 1);
+  EXPECT_EQ(results[1].output.find("behind it"), std::string::npos);
+}
+
+// As one whose test is skipped, or has returned before.
+TEST(RunRanks, ARankThatDoesNotReachTheCallHasFailed) {
+  if (is_rank()) return;
+  EXPECT_FALSE(all_passed(run_ranks(1, [](int) {}, {.must_exec = true})));
+}
+
 TEST(RunRanks, AHangingRankIsKilledAtTheDeadline) {
   const auto results = run_ranks(2, [](int rank) { ::sleep(rank == 1 ? 60U : 0U); },
                                  {.deadline = std::chrono::milliseconds(500)});

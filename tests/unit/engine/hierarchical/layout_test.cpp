@@ -37,5 +37,19 @@ TEST(HostLayout, FindsAHelperOnHostsWithFewerRanks) {
   EXPECT_EQ(layout.helper(1, 2), 3);
 }
 
+// In a part of a world, ranks are places; only errors name members by their ranks of the whole.
+TEST(HostLayout, OfAPartCountsPlaces) {
+  std::vector<Member> members = members_on("abab");
+  members.erase(members.begin());
+  std::swap(members.front(), members.back());  // ranks 3, 2, 1 on hosts b, a, b
+  const HostLayout layout(2, members);
+  const std::vector<std::vector<int>> expected = {{0, 2}, {1}};
+  EXPECT_EQ(layout.hosts.ranks, expected);
+  EXPECT_EQ(layout.my_index, 1);
+  EXPECT_EQ(layout.global_rank(0), 3);
+  EXPECT_EQ(layout.global_rank(2), 1);
+  EXPECT_EQ(layout.global_rank(-1), -1);
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -1,0 +1,202 @@
+// The reducer with DdpOptions::shard. What a rank gives is in one of two places of its own, used in
+// turn; the mean is written once for all ranks of the host.
+
+#include <ATen/ATen.h>
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "base/text.h"
+#include "ddp/gradient_hook.h"
+#include "ddp/reducer.h"
+#include "engine/reduce_once.h"
+#include "world/host_memory.h"
+
+namespace lockstep {
+namespace {
+
+constexpr auto kWaitForPlace = std::chrono::milliseconds(300);
+
+}  // namespace
+
+// The options are the same on all ranks, and so are these errors.
+void Reducer::check_shard() {
+  const bool is_shared = std::ranges::any_of(
+      slots_, [](const Slot& slot) { return use_of(slot.parameter) != nullptr; });
+  if (options_.shard == Shard::kNone && is_shared) {
+    throw UsageError(
+        {.rank = world_.global_rank(), .operation = "DistributedDataParallel"},
+        "The ranks of a host share the parameters since they were wrapped with "
+        "DdpOptions::shard: there are no replicas.\nWrap them with a shard mode again, "
+        "or build the model anew.");
+  }
+  if (options_.shard == Shard::kNone) return;
+  std::string problem;
+  if (options_.hook && options_.hook->may_be_local()) {
+    problem = text::format(
+        "the hook {} trains replicas apart, and the ranks of a host have one set of parameters",
+        options_.hook->text());
+  } else if (options_.hook && options_.shard == Shard::kGradients) {
+    problem = text::format("the hook {} needs whole buckets: use Shard::kOptimizer",
+                           options_.hook->text());
+  } else if (options_.optimizer != nullptr) {
+    problem = "DdpOptions::optimizer steps in backward(), where parameters are still in use";
+  }
+  if (problem.empty()) return;
+  throw UsageError({.rank = world_.global_rank(), .operation = "DistributedDataParallel"},
+                   text::format("DdpOptions::shard cannot be had with what else is asked for: "
+                                "{}.\nLeave out one of them.",
+                                problem));
+}
+
+// Collective.
+void Reducer::share_memory() {
+  std::vector<NamedTensor> trained;
+  for (const Slot& slot : slots_) trained.push_back({slot.name, slot.parameter});
+  shards_ = Shards::place(world_, trained, watch_.frozen());
+  if (!shares_gradients()) return;
+  reduces_once_ = can_reduce_once(*world_.backend());
+  buckets_.share(shards_->host());
+  lay_out_buckets();
+}
+
+void Reducer::note_misuse_of_shards() {
+  try {
+    shards_->check_usable();
+  } catch (const UsageError& error) {
+    note_problem(error.message());
+  }
+  note_problem(shards_->find_foreign_change());
+  if (shares_gradients() && GradientHook::is_second_on(slots_.front().parameter)) {
+    note_problem(
+        "The model is wrapped twice, and with Shard::kGradients the second wrapper would find no "
+        "gradients.\nWrap it once, or use Shard::kOptimizer.");
+  }
+  if (!shards_->has_unused_gradients()) return;
+  note_problem(
+      "The gradients of the last backward() were not used. With Shard::kGradients step() of an "
+      "optim::Sharded follows every synchronised backward().\nAdd up gradients with accumulate(), "
+      "or drop them with discard(), on all ranks.");
+}
+
+// A local backward: the gradient stays in memory of this rank's own, in the type in which it is
+// added up.
+bool Reducer::keep_own(Slot& slot) {
+  if (!is_dense(slot)) return false;
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (grad.scalar_type() != slot.shape.type) grad = grad.detach().to(slot.shape.type);
+  return true;
+}
+
+// As one run of memory, in the order and the type of the slot's place.
+at::Tensor Reducer::flat_of(const Slot& slot, const at::Tensor& gradient) {
+  at::Tensor dense = gradient.detach();
+  if (dense.scalar_type() != slot.shape.type || dense.strides() != at::IntArrayRef(slot.strides) ||
+      dense.is_neg()) {
+    dense = at::empty_strided(slot.sizes, slot.strides, dense.options().dtype(slot.shape.type))
+                .copy_(dense);
+  }
+  return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
+}
+
+// Whether the place of a bucket can be used again. A rank that is far ahead waits a while for the
+// others, so that it does not pile up gradients; not for ever, as another rank may need this one
+// first: for a layer that computes over ranks, or for another model.
+bool Reducer::has_place(const Bucket& bucket, Until until) {
+  if (!shares_gradients() || !bucket.before) return true;
+  Bucket& before = buckets_.all()[*bucket.before];
+  if (before.is_taken || before.work->isCompleted()) return true;
+  if (step_.waits_no_more || until == Until::kFirstWait) return false;
+  try {
+    before.work->wait(kWaitForPlace);
+  } catch (const std::exception&) {  // NOLINT: what it is, the wait at the end of the step tells
+  }
+  step_.waits_no_more = !before.work->isCompleted();
+  return !step_.waits_no_more;
+}
+
+void Reducer::copy_in(Bucket& bucket) {
+  if (bucket.before) wait_for(buckets_.all()[*bucket.before]);
+  const BucketPlan& plan = bucket.plan;
+  for (std::size_t i = 0; i < plan.slots.size(); ++i) {
+    Slot& slot = slots_[plan.slots[i]];
+    if (plan.firsts[i] == 0) {
+      at::Tensor& grad = slot.parameter.mutable_grad();
+      slot.is_present = step_.problem.empty() && grad.defined() && is_dense(slot);
+      slot.own = slot.is_present ? flat_of(slot, grad) : at::Tensor();
+      grad = at::Tensor();  // what autograd adds from now on goes elsewhere
+    }
+    const at::Tensor place = bucket.own.narrow(0, plan.offsets[i], plan.counts[i]);
+    if (!slot.own.defined()) {
+      place.zero_();
+    } else if (plan.counts[i] > 0) {
+      std::memcpy(place.mutable_data_ptr(),
+                  slot.own.narrow(0, plan.firsts[i], plan.counts[i]).const_data_ptr(),
+                  place.nbytes());
+    }
+    if (plan.firsts[i] + plan.counts[i] == slot.shape.num_elements) slot.own = at::Tensor();
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> Reducer::start_shared_mean(const Bucket& bucket) {
+  if (!reduces_once_) return start_mean(bucket.wire, world_);
+  return start_reduce_once(*world_.backend(), bucket.own, bucket.flat, c10d::ReduceOp::AVG);
+}
+
+// Where the engine leaves the mean in this rank's place, each rank of the host moves a part of it
+// to where all have it.
+void Reducer::take_out(Bucket& bucket) {
+  if (!reduces_once_) my_part(bucket.flat).copy_(my_part(bucket.own));
+  bucket.is_taken = true;
+}
+
+// Of memory that the ranks of a host write together; all of it if they do not.
+at::Tensor Reducer::my_part(const at::Tensor& flat) const {
+  if (!shares_gradients()) return flat;
+  const World& host = shards_->host();
+  // In whole vectors, so that what kernels do to a rest falls on the same elements as without cuts.
+  constexpr std::int64_t kLine = 64;
+  const auto first_of = [&](int rank) {
+    return rank == host.size() ? flat.numel() : flat.numel() * rank / host.size() / kLine * kLine;
+  };
+  return flat.narrow(0, first_of(host.rank()), first_of(host.rank() + 1) - first_of(host.rank()));
+}
+
+// Collective on the host, where ranks have written parts: when it returns, all of them have.
+void Reducer::hand_out_shared() {
+  if (!reduces_once_ || step_.scale != 1 || numbers_.any(StepNumbers::kLate)) {
+    shards_->host().barrier();
+  }
+  std::vector<at::Tensor> gradients;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const bool is_shared = numbers_.is_present(i) && !slots_[i].is_sparse;
+    gradients.push_back(is_shared ? slots_[i].view : at::Tensor());
+  }
+  shards_->set_gradients(std::move(gradients));
+}
+
+std::vector<NamedTensor> Reducer::full_gradients() const {
+  const MutexLock lock(mutex_);
+  std::vector<NamedTensor> all;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const at::Tensor& own = slots_[i].parameter.grad();
+    const at::Tensor gradient = own.defined() || !shards_ ? own : shards_->gradient(i);
+    if (gradient.defined()) all.push_back({slots_[i].name, gradient});
+  }
+  return all;
+}
+
+void Reducer::change_parameters(const std::function<void()>& change) {
+  std::shared_ptr<Shards> shards;
+  {
+    const MutexLock lock(mutex_);
+    shards = shards_;
+  }
+  if (shards) return shards->change_parameters(change);
+  const at::NoGradGuard no_grad;
+  change();
+}
+
+}  // namespace lockstep
