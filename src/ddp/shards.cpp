@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cstring>
 #include <iterator>
 #include <thread>
 #include <utility>
@@ -21,6 +22,8 @@
 #include "world/exchange.h"
 #include "world/host_memory.h"
 #include "world/packed.h"
+#include "world/pending.h"
+#include "world/translate.h"
 
 namespace lockstep {
 namespace {
@@ -221,11 +224,44 @@ at::Tensor Shards::state(const std::string& name, std::size_t slot, at::ScalarTy
   return view(memory({name, trained_[slot].type, type}), trained_[slot]);
 }
 
-std::vector<TensorPiece> Shards::cut(const std::vector<at::Tensor>& tensors) {
+bool Shards::is_state(const at::Tensor& tensor, const std::string& name, std::size_t slot,
+                      at::ScalarType type) const {
+  const Slot& its = trained_[slot];
+  const auto found = memory_.find({name, its.type, type});
+  return found != memory_.end() && tensor.defined() &&
+         tensor.unsafeGetTensorImpl()->storage().is_alias_of(found->second.storage()) &&
+         tensor.storage_offset() == its.offset && tensor.scalar_type() == type &&
+         tensor.sizes() == at::IntArrayRef(its.sizes) &&
+         tensor.strides() == at::IntArrayRef(its.strides);
+}
+
+std::vector<Shards::Numbers> Shards::gather(const Numbers& mine) {
+  if (!said_.defined()) {
+    said_ = at::empty({static_cast<std::int64_t>(mine.size())}, at::kLong);
+    heard_ = at::empty({said_.numel() * host_.size()}, at::kLong);
+  }
+  std::ranges::copy(mine, said_.mutable_data_ptr<std::int64_t>());
+  try {
+    host_.backend()->_allgather_base(heard_, said_)->wait();
+  } catch (...) {
+    rethrow_translated(std::current_exception(), host_.members(), host_.rank(), "all_gather",
+                       describe_tensor(said_));
+  }
+  std::vector<Numbers> all(static_cast<std::size_t>(host_.size()));
+  std::memcpy(all.data(), heard_.const_data_ptr(), heard_.nbytes());
+  return all;
+}
+
+std::int64_t Shards::piece_for(std::int64_t num_elements) {
+  constexpr std::int64_t kUnit = 4 << 10;
+  return std::clamp((num_elements + kUnit - 1) / kUnit * kUnit, kUnit, kPieceElements);
+}
+
+std::vector<TensorPiece> Shards::cut(const std::vector<at::Tensor>& tensors, std::int64_t piece) {
   std::vector<TensorPiece> pieces;
   for (const at::Tensor& one : tensors) {
-    for (std::int64_t at = 0; at < one.numel(); at += kPieceElements) {
-      pieces.push_back({one, at, std::min(kPieceElements, one.numel() - at)});
+    for (std::int64_t at = 0; at < one.numel(); at += piece) {
+      pieces.push_back({one, at, std::min(piece, one.numel() - at)});
     }
   }
   return pieces;
@@ -358,19 +394,19 @@ void Shards::begin_update(std::size_t num_pieces, std::uint64_t hash,
     cause.message = find_foreign_change();
   }
   const bool is_fine = cause.message.empty();
-  const at::Tensor mine = at::tensor(std::vector<std::int64_t>{
-      static_cast<std::int64_t>(num_updates_), static_cast<std::int64_t>(hash), !is_fine});
-  at::Tensor all;
+  const Numbers mine = {static_cast<std::int64_t>(num_updates_), static_cast<std::int64_t>(hash),
+                        is_fine ? 0 : 1};
+  std::vector<Numbers> all;
   try {
-    all = host_.all_gather(mine);
+    all = gather(mine);
   } catch (...) {
     explain(std::current_exception());
   }
-  if (all.select(1, 2).any().item<bool>()) {
+  if (std::ranges::any_of(all, [](const Numbers& one) { return one[2] != 0; })) {
     throw_first_cause(host_, exchange_texts(host_, is_fine ? "" : to_text(cause)),
                       {.rank = host_.global_rank(), .operation = "optimizer step"});
   }
-  if (!(all == all[0]).all().item<bool>()) {
+  if (std::ranges::any_of(all, [&](const Numbers& one) { return one != mine; })) {
     std::vector<std::string> mine_and_number = lines();
     mine_and_number.push_back(text::format("update {} of the parameters", num_updates_));
     check_same_lines(host_, mine_and_number, "optimizer step", "Steps of the ranks of a host",
@@ -384,6 +420,7 @@ void Shards::run_update(const std::function<void(int, std::size_t)>& write) {
   const int num_lanes = std::min(at::get_num_threads(), shm::Claims::kLanes);
   at::parallel_for(0, num_lanes, 1, [&](std::int64_t begin, std::int64_t end) {
     const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below;  // end_update() tells autograd
     for (auto lane = static_cast<int>(begin); lane < static_cast<int>(end); ++lane) {
       while (const auto piece = record_->claims.next(num_updates_, lane)) write(lane, *piece);
     }
@@ -392,13 +429,13 @@ void Shards::run_update(const std::function<void(int, std::size_t)>& write) {
 
 void Shards::end_update(const std::exception_ptr& failure,
                         const std::vector<std::size_t>& written) {
-  at::Tensor failed;
+  std::vector<Numbers> all;
   try {
-    failed = host_.all_gather(at::tensor(std::vector<std::int64_t>{failure ? 1 : 0}));
+    all = gather({failure ? 1 : 0});
   } catch (...) {
     explain(std::current_exception());
   }
-  if (failed.any().item<bool>()) {
+  if (std::ranges::any_of(all, [](const Numbers& one) { return one[0] != 0; })) {
     if (!written.empty() && record_->claims.num_claimed(num_updates_) > 0)
       record_->claims.set_torn();
     const std::string mine =
@@ -406,10 +443,8 @@ void Shards::end_update(const std::exception_ptr& failure,
     throw_first_cause(host_, exchange_texts(host_, mine),
                       {.rank = host_.global_rank(), .operation = "optimizer step"});
   }
-  std::vector<at::Tensor> tensors;
-  for (const std::size_t slot : written) tensors.push_back(trained_[slot].parameter);
-  mark_written(tensors);
   for (const std::size_t slot : written) {
+    mark_written({trained_[slot].parameter});
     trained_[slot].fingerprint = fingerprint_of(trained_[slot].parameter);
   }
 }

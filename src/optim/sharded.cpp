@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <string_view>
 
 #include "base/hash.h"
 #include "base/text.h"
@@ -136,9 +137,8 @@ class ShardedStep::Impl {
     }
     const std::vector<Piece> pieces = cut(model);
     const auto lines = [&] { return describe<Kind>(optimizer, model); };
-    std::uint64_t hash = 0;
-    for (const std::string& line : lines()) hash = hash_bytes(line.data(), line.size(), hash);
-    model.shards->begin_update(pieces.size(), hash, lines, model.failure);
+    model.shards->begin_update(pieces.size(), hash_of<Kind>(optimizer, model), lines,
+                               model.failure);
     std::vector<std::size_t> written;
     for (const Use& use : model.uses) written.push_back(use.slot);
     std::exception_ptr failure;
@@ -156,17 +156,17 @@ class ShardedStep::Impl {
   }
 
  private:
-  // The same on all ranks, and several for each: small tensors are put together as far as that
-  // leaves every rank something to do.
+  // The same on all ranks, and one or more for each: large tensors are cut, small ones are put
+  // together.
   static std::vector<Piece> cut(const Model& model) {
     std::int64_t all = 0;
     for (const Use& use : model.uses) all += use.parameter.numel();
-    const std::int64_t enough =
-        std::min(Shards::kPieceElements, all / (4 * model.shards->host().size()) + 1);
+    const std::int64_t enough = Shards::piece_for(all / model.shards->host().size());
     std::vector<Piece> pieces;
-    std::int64_t last = enough;  // elements of the last piece
+    std::int64_t last = 0;  // elements of the last piece
     const auto add = [&](const Use& use, TensorPiece tensor) {
-      const bool fits = last < enough && !use.is_sparse && !pieces.back().front().use->is_sparse &&
+      const bool fits = !pieces.empty() && last + tensor.count <= enough && !use.is_sparse &&
+                        !pieces.back().front().use->is_sparse &&
                         pieces.back().front().use->group == use.group &&
                         pieces.back().front().use->has_master == use.has_master;
       if (!fits) pieces.emplace_back();
@@ -178,7 +178,7 @@ class ShardedStep::Impl {
         add(use, {use.parameter, 0, use.parameter.numel()});
         continue;
       }
-      for (TensorPiece& one : Shards::cut({use.parameter})) add(use, std::move(one));
+      for (TensorPiece& one : Shards::cut({use.parameter}, enough)) add(use, std::move(one));
     }
     return pieces;
   }
@@ -249,6 +249,32 @@ class ShardedStep::Impl {
 
   // What all ranks of a host must have in common.
   template <typename Kind>
+  static std::uint64_t hash_of(Optimizer& optimizer, const Model& model) {
+    std::vector<double> numbers;  // exact: they count less than 2^53
+    const auto add = [&](const char*, const auto& value) {
+      numbers.push_back(static_cast<double>(value));
+    };
+    for (auto& group : optimizer.param_groups()) {
+      Kind::options(static_cast<typename Kind::Options&>(group.options()), add);
+    }
+    for (const Use& use : model.uses) {
+      for (const std::size_t one :
+           {use.slot, use.group, std::size_t{use.is_sparse}, std::size_t{use.has_master}}) {
+        add("", one);
+      }
+      auto* const state = state_of<Kind>(optimizer, use.parameter);
+      if (state == nullptr) continue;
+      Kind::numbers(*state, add);
+      Kind::tensors(*state, [&](const char*, const at::Tensor& held) {
+        numbers.push_back(!held.defined() ? 0 : use_of(held) == nullptr ? 1 : 2);
+      });
+    }
+    return hash_bytes(numbers.data(), numbers.size() * sizeof(double),
+                      hash_bytes(Kind::kName, std::string_view(Kind::kName).size()));
+  }
+
+  // The same for a person.
+  template <typename Kind>
   static std::vector<std::string> describe(Optimizer& optimizer, const Model& model) {
     std::vector<std::string> lines = {Kind::kName};
     for (auto& group : optimizer.param_groups()) {
@@ -283,20 +309,27 @@ class ShardedStep::Impl {
     for (Use& use : model.uses) {
       const at::ScalarType type = use.has_master ? at::kFloat : use.parameter.scalar_type();
       if (use.has_master) {
-        const at::Tensor place = model.shards->state(kMaster, use.slot, type);
-        use.states[kMaster] = place;
         const at::Tensor held =
             dynamic_cast<MasterWeights&>(optimizer).master_since_write(use.parameter);
-        if (!is_in(held, place)) moves.emplace_back(place, held.defined() ? held : use.parameter);
+        const bool is_there = model.shards->is_state(held, kMaster, use.slot, type);
+        use.states[kMaster] = is_there ? held : model.shards->state(kMaster, use.slot, type);
+        if (!is_there) {
+          moves.emplace_back(use.states[kMaster], held.defined() ? held : use.parameter);
+        }
       }
       auto* const state = state_of<Kind>(optimizer, use.parameter);
       for (const std::string& name : Kind::used(options_of<Kind>(optimizer, use))) {
-        use.states[name] = model.shards->state(name, use.slot, type);
-        if (state == nullptr) continue;
-        Kind::tensors(*state, [&](const char* key, const at::Tensor& held) {
-          if (name != key || !held.defined() || is_in(held, use.states[name])) return;
+        at::Tensor held;
+        if (state != nullptr) {
+          Kind::tensors(*state, [&](const char* key, const at::Tensor& one) {
+            if (name == key) held = one;
+          });
+        }
+        const bool is_there = model.shards->is_state(held, name, use.slot, type);
+        use.states[name] = is_there ? held : model.shards->state(name, use.slot, type);
+        if (held.defined() && !is_there) {
           moves.emplace_back(use.states[name], laid_out_as(use.parameter, held));
-        });
+        }
       }
     }
     if (moves.empty()) return;
