@@ -62,11 +62,6 @@ struct Row {
 
   double median(double bench::Measurement::*member) const { return bench::median(rounds, member); }
   double ms_per_step() const { return median(&bench::Measurement::ms_per_step); }
-  std::int64_t wrong() const {
-    std::int64_t sum = 0;
-    for (const auto& one : rounds) sum += one.wrong;
-    return sum;
-  }
 };
 
 bench::TrainingRun make_run(const Options& options, const Amount& amount, const bench::Peer& peer) {
@@ -177,7 +172,10 @@ class Bench {
     const double quiet_ms = row.median(&bench::Measurement::quiet_ms);
     const double peak_mb = row.median(&bench::Measurement::peak_mb);
     const double mean_ms = row.median(&bench::Measurement::mean_ms);
-    wrong_ += row.wrong();
+    const std::int64_t wrong = bench::count_wrong(
+        row.peer.name, row.rounds,
+        lockstep != nullptr ? lockstep->rounds : std::vector<bench::Measurement>());
+    wrong_ += wrong;
     if (options_.is_json) {
       nlohmann::json object = {{"bench", "ddp"},        {"model", model},
                                {"peer", row.peer.name}, {"ranks", row.peer.ranks},
@@ -188,7 +186,7 @@ class Bench {
       if (over) object["over_bound"] = *over;
       if (quiet_over) object["quiet_over_bound"] = *quiet_over;
       if (lockstep != nullptr) object["vs_lockstep"] = ms / lockstep->ms_per_step();
-      if (row.peer.has_replicas) object["wrong"] = row.wrong();
+      if (row.peer.has_replicas) object["wrong"] = wrong;
       text::print("{}\n", object.dump());
     } else {
       const auto percent = [](std::optional<double> value) {
@@ -197,7 +195,7 @@ class Bench {
       text::print(" {:<7}{:<22}{:>5}{:>13.3f}{:>12}{:>11.3f}{:>12}{:>13}{:>10.1f}{:>7}\n", model,
                   row.peer.name, row.peer.ranks, ms, percent(over), quiet_ms, percent(quiet_over),
                   lockstep != nullptr ? text::format("{:.2f}", ms / lockstep->ms_per_step()) : "-",
-                  peak_mb, row.peer.has_replicas ? std::to_string(row.wrong()) : "-");
+                  peak_mb, row.peer.has_replicas ? std::to_string(wrong) : "-");
     }
     std::fflush(stdout);
   }
@@ -232,7 +230,7 @@ class Bench {
         "# quiet_ms: the same with the 2nd percentile of steps: what it costs where nothing else "
         "runs. A step that waits for all ranks is as slow as the one that is disturbed.\n"
         "# vs_lockstep: how many times lockstep's time. peak_mb: resident memory of the largest "
-        "process. wrong: elements in which replicas differ.\n");
+        "process. wrong: elements in which replicas differ, or shared ones from replicas.\n");
     const auto line = [](auto... column) {
       text::print("#{:<7}{:<22}{:>5}{:>13}{:>12}{:>11}{:>12}{:>13}{:>10}{:>7}\n", column...);
     };

@@ -115,7 +115,10 @@ class Bench {
     }
     if (amount.rounds % 2 == 1) std::ranges::reverse(all.rows);
     for (const MemoryRow& row : all.bare) print(all.object_of(row));
-    for (const MemoryRow& row : all.rows) print(all.object_of(row));
+    for (const MemoryRow& row : all.rows) {
+      print(all.object_of(row));
+      if (row.peer.has_replicas) wrong_ += all.wrong(row);
+    }
   }
 
   void take_turn(const Amount& amount, const MemoryRows& all, MemoryRow& row, int steps) try {
@@ -133,7 +136,6 @@ class Bench {
                                         .ranks = all.ranks(),
                                         .watched_steps = amount.watched_steps},
                                        python_);
-    wrong_ += result.wrong;
     if (result.parameters != amount.parameters) {
       throw std::runtime_error(text::format("{} of {} has {} parameters, not {}", amount.model,
                                             row.peer.name, result.parameters, amount.parameters));
@@ -192,7 +194,8 @@ class Bench {
         "# x_replicated: above_bare against that of `lockstep`; ~: against its formula, as it does "
         "not fit. total: pss against that of `lockstep`. page_tables: not in pss.\n"
         "# ms_per_step: median of a run's steps, slowest rank, median over rounds; no memory is "
-        "looked at meanwhile. wrong: elements in which replicas differ.\n");
+        "looked at meanwhile. wrong: elements in which replicas differ, or shared "
+        "ones from replicas.\n");
     const auto line = [](auto... column) {
       text::print("#{:<13}{:<19}{:>5}{:>10}{:>12}{:>11}{:>11}{:>14}{:>8}{:>13}{:>13}{:>11}{:>7}\n",
                   column...);

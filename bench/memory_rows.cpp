@@ -67,9 +67,13 @@ void MemoryRows::compare(const MemoryRow& row, nlohmann::json& object) const {
   object["ms_per_step"] = row.ms();
   if (barrier != nullptr) object["x_barrier"] = row.ms() / barrier->ms();
   if (!row.peer.has_replicas) return;
-  std::int64_t wrong = 0;
-  for (const Measurement& one : row.rounds) wrong += one.wrong;
-  object["wrong"] = wrong;
+  object["wrong"] = wrong(row);
+}
+
+std::int64_t MemoryRows::wrong(const MemoryRow& row) const {
+  const MemoryRow* const replicated = find(kReplicated.name);
+  return count_wrong(row.peer.name, row.rounds,
+                     replicated != nullptr ? replicated->rounds : std::vector<Measurement>());
 }
 
 const MemoryRow* MemoryRows::find(const std::string& name) const {

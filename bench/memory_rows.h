@@ -51,6 +51,7 @@ class MemoryRows {
   // As it is printed with --json; what is not known is null. Where lockstep's replicas did not fit,
   // the others are compared with their formula.
   nlohmann::json object_of(const MemoryRow& row) const;
+  std::int64_t wrong(const MemoryRow& row) const;
 
   std::vector<MemoryRow> bare;
   std::vector<MemoryRow> rows;

@@ -152,6 +152,12 @@ class Rows:
                                (self.one("faster", bench="kit", what=what, model=model) for model in models))]
                       for what in whats))
 
+    def kit_training(self):
+        rows = [row for row in self.of(bench="kit") if "waiting_percent" in row]
+        return table(["the CNN on 2 ranks", "ms per step", "waits for batches, % of all time", "bar and JSON lines, %"],
+                     ([row["what"], number(row["step_ms"]), f"{row['waiting_percent']:.2f}",
+                       f"{row['metrics_percent']:.2f}"] for row in rows)) if rows else None
+
     def checkpoint(self):
         for row in self.of(bench="checkpoint", what="disk"):
             cases = (("save, `dd conv=fsync`", "save_s", "dd_s"), ("load, `cat`, from the disk", "load_s", "cat_s"),
@@ -197,7 +203,7 @@ class Rows:
                 "host replicated": self.of_host(self.of_host_ratio), "host steps": self.of_host(self.of_host_step),
                 "alone": self.alone(), "gpt": self.gpt(), "hosts": self.hosts(),
                 "scaling": self.scaling(), "scaling hosts": self.scaling_hosts(), "launch": self.launch(),
-                "kit": self.kit(), "checkpoint": self.checkpoint(), "summary": self.summary()}
+                "kit": self.kit(), "kit training": self.kit_training(), "checkpoint": self.checkpoint(), "summary": self.summary()}
 
 
 def main():

@@ -17,6 +17,7 @@
 #include <stdexcept>
 
 #include "base/env.h"
+#include "base/hash.h"
 #include "base/posix.h"
 #include "base/text.h"
 #include "memory_watch.h"
@@ -90,6 +91,15 @@ class Training {
     return wrong;
   }
 
+  std::uint64_t hash() const {
+    std::uint64_t hash = 0;
+    for (const at::Tensor& parameter : parameters_) {
+      const at::Tensor dense = parameter.detach().contiguous();
+      hash = hash_bytes(dense.const_data_ptr(), dense.nbytes(), hash);
+    }
+    return hash;
+  }
+
  private:
   Workload workload_;
   std::vector<at::Tensor> parameters_;
@@ -139,6 +149,7 @@ Measurement train(const TrainingRun& run, int rank, int size) {
   result.quiet_ms = percentile(times, 2);
   result.parameters = training.count_parameters();
   result.wrong = training.count_wrong();
+  result.hash = training.hash();
   return result;
 }
 
@@ -221,6 +232,17 @@ Measurement measure(const TrainingRun& run, const std::string& python) {
   return result;
 }
 
+std::int64_t count_wrong(const std::string& peer, const std::vector<Measurement>& rounds,
+                         const std::vector<Measurement>& replicated) {
+  const bool is_shared = peer == "lockstep_optimizer" || peer == "lockstep_gradients";
+  std::int64_t wrong = 0;
+  for (const Measurement& one : rounds) {
+    const bool differs = !replicated.empty() && one.hash != replicated.front().hash;
+    wrong += is_shared && differs ? one.parameters : one.wrong;
+  }
+  return wrong;
+}
+
 double median(const std::vector<Measurement>& rounds, double Measurement::*member) {
   std::vector<double> values;
   for (const Measurement& one : rounds) values.push_back(one.*member);
@@ -265,6 +287,7 @@ Measurement put_together(const std::vector<Measurement>& ranks) {
     all.parameters = one.parameters;
     all.wrong += one.wrong;
   }
+  all.hash = ranks.front().hash;
   return all;
 }
 

@@ -29,13 +29,14 @@ struct Measurement {
   double wire_mb = 0;      // that the host has sent in a step; 0 if it has no network of its own
   std::int64_t parameters = 0;
   std::int64_t wrong = 0;  // elements of parameters that differ from rank 0's at the end
+  std::uint64_t hash = 0;  // of rank 0's, for C++ peers
   // Of all ranks together, in watched steps: measure() sets these, not the ranks.
   double pss_bytes = 0;
   double sampled_pss_bytes = 0;
   double page_table_bytes = 0;
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Measurement, ms_per_step, quiet_ms, mean_ms, peak_mb, wire_mb,
-                                   parameters, wrong)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Measurement, ms_per_step, quiet_ms, mean_ms,
+                                                peak_mb, wire_mb, parameters, wrong, hash)
 
 struct Peer {
   const char* name;
@@ -53,6 +54,12 @@ inline constexpr Peer kPeers[] = {{"limit", 2, false},
                                   {"python_ddp_view", 2, true},
                                   {"plain", 1, false},
                                   {"world_of_one", 1, false}};
+
+// Elements that differ between ranks, of all rounds. Where the ranks share them (DdpOptions::shard)
+// they cannot: then it is all elements of a round that does not have the bits of `replicated`, a
+// run of replicas with as many steps.
+std::int64_t count_wrong(const std::string& peer, const std::vector<Measurement>& rounds,
+                         const std::vector<Measurement>& replicated);
 
 // Requires: there is a round.
 double median(const std::vector<Measurement>& rounds, double Measurement::*member);

@@ -126,7 +126,7 @@ int main(int argc, char** argv) try {
       loss.backward();  // the last one averages over ranks what all of them have added up
       loss_sum += loss.detach();
     }
-    lockstep::optim::clip_grad_norm(model->parameters(), 1.0);
+    lockstep::optim::clip_grad_norm_async(model->parameters(), 1.0);
     optimizer.step();
     optimizer.zero_grad();
     schedule.step();

@@ -82,8 +82,13 @@ class LOCKSTEP_API SGD : public torch::optim::SGD, public MasterWeights {
 // was. They are read once, and written only if they are too large. With DistributedDataParallel all
 // ranks have the same gradients, so all do the same. Throws: UsageError if max_norm is not
 // positive, or the norm is not finite and `must_be_finite`.
+// Of gradients on a device, the host waits for the norm.
 LOCKSTEP_API double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm,
                                    bool must_be_finite = false);
+// The same without a wait, if all gradients are on one device: the norm is a tensor there. Where it
+// is not finite, gradients stay as they are.
+LOCKSTEP_API at::Tensor clip_grad_norm_async(const std::vector<at::Tensor>& parameters,
+                                             double max_norm);
 
 // By how much the learning rate is multiplied at a step, from 0.
 using Curve = std::function<double(std::int64_t step)>;

@@ -172,6 +172,13 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
       throw_differences(its_path, loaded.differences, world.global_rank());
     }
     check_sharers(world, wanted.fitting, wanted.shared);
+    for (const NamedTensor& one : wanted.fitting) {
+      if (!Shards::is_torn(one.tensor) || Shards::holder_of(one.tensor)) continue;
+      throw UsageError({.rank = world.global_rank(), .operation = "load"},
+                       text::format("'{}' is half updated, in memory that ranks have shared "
+                                    "(DdpOptions::shard).\nWrap the model again before loading.",
+                                    one.name));
+    }
   });
   std::vector<HookState> own;
   if (has_own) {
@@ -184,6 +191,12 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   }
 
   do_together(world, "load", [&] { make_memory(wanted.shared); });
+  // Who ends in the middle leaves a mixture.
+  const auto holders = holders_of(wanted.fitting);
+  std::vector<bool> were_torn;
+  for (const auto& shards : holders) were_torn.push_back(shards->is_torn());
+  if (!holders.empty()) world.barrier();  // all have looked
+  for (const auto& shards : holders) shards->set_torn(true);
   const auto is_mine = [&](const at::Tensor& tensor) {
     return is_written_here(tensor, can_all_read ? -1 : world.global_rank(reader));
   };
@@ -206,7 +219,8 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
     world.barrier();  // what others have written for this rank is there
   }
   mark_written(tensors);
-  for (const auto& shards : holders_of(wanted.fitting)) shards->note_loaded(tensors);
+  for (const SharedState& one : wanted.shared) tensors.push_back(one.tensor);
+  for (std::size_t i = 0; i < holders.size(); ++i) holders[i]->note_loaded(tensors, were_torn[i]);
   do_together(world, "load", [&] {
     for (const Wish& wish : wanted.wishes) wish.finish();
   });

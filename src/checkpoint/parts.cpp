@@ -6,6 +6,7 @@
 #include <lockstep/error.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 
@@ -44,21 +45,31 @@ void set_state(at::Generator generator, const at::Tensor& states, int rank, int 
   }
 }
 
-// The CPU's generator, and that of the GPU that this rank uses.
-std::vector<std::pair<std::string, at::Generator>> generators() {
-  std::vector<std::pair<std::string, at::Generator>> all = {
-      {"random.cpu", at::globalContext().defaultGenerator(at::kCPU)}};
-  if (at::hasCUDA()) {
-    all.emplace_back("random.cuda",
-                     at::globalContext().defaultGenerator(at::Device(at::kCUDA, -1)));
+// The CPU's generator, and that of the device that this rank uses (World::device), where all ranks
+// have one of the same type.
+using Generators = std::vector<std::pair<std::string, at::Generator>>;
+Generators generators_of(const World& world) {
+  Generators all = {{"random.cpu", at::globalContext().defaultGenerator(at::kCPU)}};
+  const Member& self = world.members()[static_cast<std::size_t>(world.rank())];
+  const auto has_device = [&](const Member& one) {
+    return one.num_devices > 0 && one.device_type == self.device_type;
+  };
+  if (!std::ranges::all_of(world.members(), has_device)) return all;
+  // More ranks than devices share them.
+  const auto index = static_cast<c10::DeviceIndex>(self.device_index % self.num_devices);
+  const at::Device device(at::Device(self.device_type).type(), index);
+  try {
+    all.emplace_back("random." + self.device_type, at::globalContext().defaultGenerator(device));
+  } catch (const c10::Error&) {  // NOLINT: a device without random numbers
   }
   return all;
 }
 
 // Of one row for each rank. A generator that is not here (of a GPU) is read and not used.
-bool is_plausible(const std::vector<std::int64_t>& sizes, const std::string& name) {
+bool is_plausible(const std::vector<std::int64_t>& sizes, const std::string& name,
+                  const Generators& generators) {
   if (sizes.size() != 2 || sizes[0] < 1 || sizes[0] > kMaxRanks || sizes[1] < 1) return false;
-  for (const auto& [its_name, generator] : generators()) {
+  for (const auto& [its_name, generator] : generators) {
     if (its_name == name) return sizes[1] == get_state(generator).numel();
   }
   return sizes[1] <= kMaxStateBytes;
@@ -218,40 +229,42 @@ Part part_of(const std::string& name, std::function<std::string()> save,
 }
 
 Part random_part(const World& world) {
-  return {.name = "random",
-          .has_values = true,
-          .is_collective = true,
-          .save =
-              [world](Snapshot& snapshot) {
-                Json& sizes = snapshot.values["random"] = Json::object();
-                for (const auto& [name, generator] : generators()) {
-                  const at::Tensor all = world.all_gather(get_state(generator));
-                  snapshot.tensors.push_back({name, all});
-                  sizes[name] = all.sizes().vec();
+  const Generators generators = generators_of(world);
+  return {
+      .name = "random",
+      .has_values = true,
+      .is_collective = true,
+      .save =
+          [world, generators](Snapshot& snapshot) {
+            Json& sizes = snapshot.values["random"] = Json::object();
+            for (const auto& [name, generator] : generators) {
+              const at::Tensor all = world.all_gather(get_state(generator));
+              snapshot.tensors.push_back({name, all});
+              sizes[name] = all.sizes().vec();
+            }
+          },
+      .load =
+          [generators, rank = world.rank(), global_rank = world.global_rank()](const Json& values) {
+            Wish wish;
+            for (const auto& [name, value] : values.items()) {
+              const auto sizes = value.get<std::vector<std::int64_t>>();
+              if (is_plausible(sizes, name, generators)) {
+                wish.tensors.push_back({name, at::empty(sizes, at::kByte)});
+              } else {
+                wish.differences.push_back(
+                    text::format("{}: its shape, [{}], is not that of random states here", name,
+                                 text::join(sizes, ", ")));
+              }
+            }
+            wish.finish = [tensors = wish.tensors, generators, rank, global_rank] {
+              for (const auto& [name, generator] : generators) {
+                for (const NamedTensor& one : tensors) {
+                  if (one.name == name) set_state(generator, one.tensor, rank, global_rank);
                 }
-              },
-          .load =
-              [rank = world.rank(), global_rank = world.global_rank()](const Json& values) {
-                Wish wish;
-                for (const auto& [name, value] : values.items()) {
-                  const auto sizes = value.get<std::vector<std::int64_t>>();
-                  if (is_plausible(sizes, name)) {
-                    wish.tensors.push_back({name, at::empty(sizes, at::kByte)});
-                  } else {
-                    wish.differences.push_back(
-                        text::format("{}: its shape, [{}], is not that of random states here", name,
-                                     text::join(sizes, ", ")));
-                  }
-                }
-                wish.finish = [tensors = wish.tensors, rank, global_rank] {
-                  for (const auto& [name, generator] : generators()) {
-                    for (const NamedTensor& one : tensors) {
-                      if (one.name == name) set_state(generator, one.tensor, rank, global_rank);
-                    }
-                  }
-                };
-                return wish;
-              }};
+              }
+            };
+            return wish;
+          }};
 }
 
 }  // namespace lockstep

@@ -71,6 +71,7 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
                                          "the Checkpointer names that differ.",
                                          one.name));
   }
+  Shards::check_whole(snapshot.tensors, world.global_rank());
   check_sharers(world, snapshot.tensors);
   for (const auto& shards : holders_of(snapshot.tensors)) {
     shards->check_usable();

@@ -48,6 +48,7 @@ std::vector<NamedTensor> load_tensors(const std::string& path) {
 void save_weights(const std::string& path, const torch::nn::Module& model) {
   const std::vector<NamedTensor> tensors = tensors_of(model);
   for (const auto& shards : holders_of(tensors)) shards->check_usable();
+  Shards::check_whole(tensors, -1);
   save_tensors(path, tensors);
 }
 

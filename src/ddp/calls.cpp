@@ -168,6 +168,13 @@ void Reducer::take_settings_from(Reducer& before) {
   is_asked_to_stop_ = before.is_asked_to_stop_;
   must_stop_ = before.must_stop_;
   epoch_ = before.epoch_;  // what hooks have kept is of another layout
+  // Parameters that were moved out of memory that is torn are torn all the same.
+  if (shards_ && before.shards_ && before.shards_->is_torn()) shards_->set_torn(true);
+}
+
+bool Reducer::has_unused_gradients() const {
+  const MutexLock lock(mutex_);
+  return shards_ && shards_->has_unused_gradients();
 }
 
 DdpStats Reducer::stats() const {

@@ -119,6 +119,11 @@ void DistributedDataParallel::rewrap() {
                                   "rewrap() after optimizer.step(), or discard() first.",
                                   reducer_->num_pending()));
   }
+  if (reducer_->has_unused_gradients()) {
+    throw UsageError({.operation = "rewrap"},
+                     "The gradients of the last backward() were not used.\nCall rewrap() after "
+                     "optimizer.step(), or discard() first.");
+  }
   auto next = make_();
   next->take_settings_from(*reducer_);
   reducer_ = std::move(next);

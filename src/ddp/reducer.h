@@ -46,6 +46,7 @@ class Reducer {
   static void join(const std::vector<Reducer*>& reducers, const std::function<void()>& step,
                    const UnevenOptions& options);
   void check_replicas();
+  bool has_unused_gradients() const LOCKSTEP_EXCLUDES(mutex_);
   std::vector<NamedTensor> full_gradients() const;
   void change_parameters(const std::function<void()>& change);
   int num_pending() const;
@@ -142,6 +143,7 @@ class Reducer {
   }
   void check_shard() LOCKSTEP_REQUIRES(mutex_);
   void share_memory() LOCKSTEP_REQUIRES(mutex_);
+  void unshare() LOCKSTEP_REQUIRES(mutex_);
   void note_misuse_of_shards() LOCKSTEP_REQUIRES(mutex_);
   bool keep_own(Slot& slot) LOCKSTEP_REQUIRES(mutex_);
   bool has_place(const Bucket& bucket, Until until) LOCKSTEP_REQUIRES(mutex_);

@@ -25,7 +25,8 @@ constexpr auto kWaitForPlace = std::chrono::milliseconds(300);
 void Reducer::check_shard() {
   const bool is_shared = std::ranges::any_of(
       slots_, [](const Slot& slot) { return use_of(slot.parameter) != nullptr; });
-  if (options_.shard == Shard::kNone && is_shared) {
+  if (world_.size() == 1 && is_shared) unshare();
+  if (options_.shard == Shard::kNone && is_shared && world_.size() > 1) {
     throw UsageError(
         {.rank = world_.global_rank(), .operation = "DistributedDataParallel"},
         "The ranks of a host share the parameters since they were wrapped with "
@@ -49,6 +50,16 @@ void Reducer::check_shard() {
                    text::format("DdpOptions::shard cannot be had with what else is asked for: "
                                 "{}.\nLeave out one of them.",
                                 problem));
+}
+
+// The model of a world of one, which others may still have: it gets memory of its own.
+void Reducer::unshare() {
+  std::vector<NamedTensor> all = watch_.frozen();
+  for (const Slot& slot : slots_) all.push_back({slot.name, slot.parameter});
+  Shards::check_whole(all, world_.global_rank());
+  for (NamedTensor& one : all) {
+    if (use_of(one.tensor) != nullptr) one.tensor.set_data(one.tensor.detach().clone());
+  }
 }
 
 // Collective.

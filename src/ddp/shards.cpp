@@ -13,9 +13,11 @@
 #include <cstring>
 #include <iterator>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 
 #include "base/cause.h"
+#include "base/log.h"
 #include "base/process.h"
 #include "base/text.h"
 #include "ddp/model_watch.h"
@@ -61,7 +63,7 @@ std::shared_ptr<Shards> Shards::place(const World& world, const std::vector<Name
   }
   // A tensor may have been replaced on one rank alone.
   if (world.all_gather(at::tensor(std::vector<std::int64_t>{before ? 1 : 0})).all().item<bool>()) {
-    before->note_written();
+    before->go_on_in(host);
     return before;
   }
   const std::shared_ptr<Shards> made(new Shards(host));
@@ -74,9 +76,31 @@ std::shared_ptr<Shards> Shards::place(const World& world, const std::vector<Name
     for (const NamedTensor& one : *tensors) was_torn |= is_torn(one.tensor);
   }
   const at::Tensor all = world.all_gather(at::tensor(std::vector<std::int64_t>{was_torn ? 1 : 0}));
-  made->move_in();
   if (all.any().item<bool>()) made->record_->claims.set_torn();
+  made->move_in();
   return made;
+}
+
+// The engine may be another one: that of before may have failed.
+void Shards::go_on_in(const World& host) {
+  host_ = host;
+  for (const Numbers& one : gather({static_cast<std::int64_t>(num_updates_)})) {
+    num_updates_ = std::max(num_updates_, static_cast<std::uint64_t>(one[0]));
+  }
+  note_written();
+}
+
+void Shards::check_whole(const std::vector<NamedTensor>& tensors, int rank) {
+  for (const NamedTensor& one : tensors) {
+    if (is_torn(one.tensor)) throw_torn(rank);
+  }
+}
+
+void Shards::throw_torn(int rank) {
+  throw UsageError({.rank = rank, .operation = "shared parameters"},
+                   "A rank has ended or failed while it wrote the parameters that the ranks of a "
+                   "host share: they are half updated.\nGo on from a checkpoint: load it into this "
+                   "model, wrapped, with its optimizer, or build both anew.");
 }
 
 bool Shards::is_torn(const at::Tensor& tensor) {
@@ -384,6 +408,7 @@ void Shards::begin_update(std::size_t num_pieces, std::uint64_t hash,
                           const std::exception_ptr& failure) {
   check_usable();
   ++num_updates_;
+  is_completed_ = false;
   // Nobody claims: all have ended the last update.
   if (host_.rank() == 0) record_->claims.begin(num_updates_, num_pieces);
   num_pieces_ = num_pieces;
@@ -393,7 +418,7 @@ void Shards::begin_update(std::size_t num_pieces, std::uint64_t hash,
   } else {
     cause.message = find_foreign_change();
   }
-  const bool is_fine = cause.message.empty();
+  const bool is_fine = !failure && cause.message.empty();
   const Numbers mine = {static_cast<std::int64_t>(num_updates_), static_cast<std::int64_t>(hash),
                         is_fine ? 0 : 1};
   std::vector<Numbers> all;
@@ -411,6 +436,9 @@ void Shards::begin_update(std::size_t num_pieces, std::uint64_t hash,
     mine_and_number.push_back(text::format("update {} of the parameters", num_updates_));
     check_same_lines(host_, mine_and_number, "optimizer step", "Steps of the ranks of a host",
                      "Call step() on all ranks, with the same options of the optimizer.");
+    throw MismatchError({.rank = host_.global_rank(), .operation = "optimizer step"},
+                        "Steps of the ranks of a host differ.\nCall step() on all ranks, with the "
+                        "same optimizer.");
   }
 }
 
@@ -433,6 +461,11 @@ void Shards::end_update(const std::exception_ptr& failure,
   try {
     all = gather({failure ? 1 : 0});
   } catch (...) {
+    if (failure) {
+      Log(host_.global_rank())
+          .warning("the optimizer's step had failed on this rank: {}",
+                   cause_of(failure, host_.global_rank()).message);
+    }
     explain(std::current_exception());
   }
   if (std::ranges::any_of(all, [](const Numbers& one) { return one[0] != 0; })) {
@@ -443,6 +476,10 @@ void Shards::end_update(const std::exception_ptr& failure,
     throw_first_cause(host_, exchange_texts(host_, mine),
                       {.rank = host_.global_rank(), .operation = "optimizer step"});
   }
+  note_updated(written);
+}
+
+void Shards::note_updated(const std::vector<std::size_t>& written) {
   for (const std::size_t slot : written) {
     mark_written({trained_[slot].parameter});
     trained_[slot].fingerprint = fingerprint_of(trained_[slot].parameter);
@@ -486,7 +523,8 @@ std::string Shards::what_became() {
   while (!is_complete() && !is_lost() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  if (is_complete()) {
+  is_completed_ = is_complete();
+  if (is_completed_) {
     return "The parameters are those after this step: the other ranks have completed it.";
   }
   record_->claims.set_torn();
@@ -525,19 +563,33 @@ void Shards::note_written() {
   }
 }
 
-void Shards::note_loaded(const std::vector<at::Tensor>& tensors) {
+void Shards::note_loaded(const std::vector<at::Tensor>& tensors, bool were_torn) {
   note_written();
-  const bool has_all = std::ranges::all_of(trained_, [&](const Slot& slot) {
-    return std::ranges::any_of(tensors,
-                               [&](const at::Tensor& one) { return one.is_same(slot.parameter); });
-  });
-  if (has_all) record_->claims.set_torn(false);
+  std::unordered_set<const void*> loaded;
+  for (const at::Tensor& one : tensors) loaded.insert(one.const_data_ptr());
+  bool has_all = true;
+  for (const auto& [key, memory] : memory_) {
+    const bool is_parameters = std::get<0>(key) == kParameters;
+    for (const std::vector<Slot>* const slots : {&trained_, &frozen_}) {
+      for (std::size_t i = 0; i < slots->size(); ++i) {
+        const Slot& slot = (*slots)[i];
+        if (slot.type != std::get<1>(key) || slot.parameter.numel() == 0) continue;
+        if (!is_parameters && (slots == &frozen_ || !keeper_of(i))) continue;
+        const auto* const first = static_cast<const std::byte*>(memory.const_data_ptr());
+        const std::size_t offset =
+            static_cast<std::size_t>(slot.offset) * c10::elementSize(std::get<2>(key));
+        has_all &= loaded.contains(first + offset);
+      }
+    }
+  }
+  if (has_all) set_gradients({});  // of a step that was not done
+  record_->claims.set_torn(were_torn && !has_all);
 }
 
 std::string Shards::find_foreign_change() const {
   for (const std::vector<Slot>* const slots : {&trained_, &frozen_}) {
     for (const Slot& slot : *slots) {
-      if (holder_of(slot.parameter).get() != this) {
+      if (!is_at_place(slot)) {
         return text::format(
             "The parameter {} is not in the memory that the ranks of a host share any more: "
             "set_data(), to() or torch::load() have replaced it.\nLoad and move before wrapping, "
@@ -556,17 +608,19 @@ std::string Shards::find_foreign_change() const {
   return {};
 }
 
+bool Shards::is_at_place(const Slot& slot) const {
+  const at::Tensor& memory = memory_.at({kParameters, slot.type, slot.type});
+  return slot.parameter.storage().is_alias_of(memory.storage()) &&
+         slot.parameter.storage_offset() == slot.offset;
+}
+
 void Shards::check_usable() const {
   if (::getpid() != process_) {
     throw UsageError({.rank = host_.global_rank(), .operation = "optimizer step"},
                      "This process was forked from one that trains: the parameters are in use "
                      "there.\nTrain in the process that has wrapped the model.");
   }
-  if (!record_->claims.is_torn()) return;
-  throw UsageError({.rank = host_.global_rank(), .operation = "optimizer step"},
-                   "A rank has ended or failed while it wrote the parameters that the ranks of a "
-                   "host share: they are half updated.\nGo on from a checkpoint: load it into this "
-                   "model with its optimizer, or build both anew.");
+  if (record_->claims.is_torn()) throw_torn(host_.global_rank());
 }
 
 }  // namespace lockstep

@@ -123,16 +123,28 @@ class Shards : public std::enable_shared_from_this<Shards> {
   // PeerLostError, TimeoutError that say what became of the parameters.
   void end_update(const std::exception_ptr& failure, const std::vector<std::size_t>& written);
 
+  // The same for autograd, without the end: if is_completed_by_others().
+  void note_updated(const std::vector<std::size_t>& written);
+  // The last update ended by an error, and is complete all the same.
+  bool is_completed_by_others() const { return is_completed_; }
+
   // Runs `change` on one rank of the host while the others wait. Collective on the host. Throws on
   // all what it throws.
   void change_parameters(const std::function<void()>& change);
-  // These tensors were loaded, by all ranks of the host together. Each calls it. If all that are
-  // trained are among them, they are torn no more.
-  void note_loaded(const std::vector<at::Tensor>& tensors);
+  // These tensors were loaded, by all ranks of the host together. Each calls it. If all parameters
+  // and all states of living optimizers are among them, they are torn no more; else they are if
+  // they `were_torn`.
+  void note_loaded(const std::vector<at::Tensor>& tensors, bool were_torn);
   // The text of an error if a parameter was written by others, or is not in shared memory any more.
   std::string find_foreign_change() const;
   // Throws: UsageError if the parameters are torn, or this is a forked child.
   void check_usable() const;
+  // Whether a tensor is in memory that is torn, also if nobody has wrapped it any more.
+  static bool is_torn(const at::Tensor& tensor);
+  static void check_whole(const std::vector<NamedTensor>& tensors, int rank);  // throws UsageError
+  [[noreturn]] static void throw_torn(int rank);
+  bool is_torn() const { return record_->claims.is_torn(); }
+  void set_torn(bool is_torn) { record_->claims.set_torn(is_torn); }
 
  private:
   struct Slot {
@@ -153,7 +165,8 @@ class Shards : public std::enable_shared_from_this<Shards> {
   static std::shared_ptr<Shards> find_same(const std::vector<NamedTensor>& trained,
                                            const std::vector<NamedTensor>& frozen);
   explicit Shards(World host) : host_(std::move(host)) {}
-  static bool is_torn(const at::Tensor& tensor);
+  void go_on_in(const World& host);
+  bool is_at_place(const Slot& slot) const;
   void lay_out(const std::vector<NamedTensor>& trained, const std::vector<NamedTensor>& frozen);
   void make_record();
   void move_in();
@@ -183,6 +196,7 @@ class Shards : public std::enable_shared_from_this<Shards> {
   std::uint64_t num_updates_ = 0;                      // begun
   std::map<std::size_t, std::weak_ptr<int>> keepers_;  // by slot
   std::vector<at::Tensor> gradients_;
+  bool is_completed_ = false;
   bool is_used_ = false;  // some of them, by a step
   bool are_local_ = false;
 };

@@ -5,9 +5,11 @@
 #include <lockstep/error.h>
 #include <lockstep/optim.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <map>
+#include <string>
 #include <tuple>
 
 #include "base/text.h"
@@ -182,18 +184,61 @@ at::Tensor SGD::step(LossClosure closure) {
   return loss;
 }
 
+namespace {
+
+void check_max_norm(double max_norm) {
+  if (max_norm > 0) return;
+  throw UsageError({.operation = "clip_grad_norm"},
+                   text::format("max_norm is {}.\nGive a positive number.", max_norm));
+}
+
+// One wait for all that is on a device.
+std::vector<double> norms_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<double> norms(tensors.size());
+  std::map<std::string, std::vector<std::size_t>> places;  // by device
+  for (std::size_t i = 0; i < tensors.size(); ++i) places[tensors[i].device().str()].push_back(i);
+  for (const auto& [device, indexes] : places) {
+    std::vector<at::Tensor> there;
+    for (const std::size_t i : indexes) there.push_back(tensors[i]);
+    std::vector<at::Tensor> found = at::_foreach_norm(there, 2);
+    for (at::Tensor& one : found) one = one.to(at::kDouble);
+    const at::Tensor values = at::stack(found).cpu();
+    const auto* const first = values.const_data_ptr<double>();
+    for (std::size_t i = 0; i < indexes.size(); ++i) norms[indexes[i]] = first[i];
+  }
+  return norms;
+}
+
+// As Python's: a little less than max_norm, so that rounding does not exceed it.
+constexpr double kLittle = 1e-6;
+
+}  // namespace
+
+at::Tensor clip_grad_norm_async(const std::vector<at::Tensor>& parameters, double max_norm) {
+  check_max_norm(max_norm);
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  }
+  const bool is_on_device =
+      !gradients.empty() && !gradients.front().is_cpu() &&
+      std::ranges::all_of(gradients, [&](const at::Tensor& one) {
+        return one.device() == gradients.front().device() && one.layout() == at::kStrided;
+      });
+  if (!is_on_device) return at::scalar_tensor(clip_grad_norm(parameters, max_norm), at::kDouble);
+  std::vector<at::Tensor> norms = at::_foreach_norm(gradients, 2);
+  for (at::Tensor& one : norms) one = one.to(at::kDouble);
+  const at::Tensor total = at::stack(norms).pow(2).sum().sqrt();
+  const at::Tensor scale = max_norm / (total + kLittle);
+  at::_foreach_mul_(gradients, at::where(scale < 1, scale, at::ones_like(scale)));
+  return total;
+}
+
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm,
                       bool must_be_finite) {
-  if (!(max_norm > 0)) {
-    throw UsageError({.operation = "clip_grad_norm"},
-                     text::format("max_norm is {}.\nGive a positive number.", max_norm));
-  }
+  check_max_norm(max_norm);
   const at::NoGradGuard no_grad;
-  const auto norms_of = [](const std::vector<at::Tensor>& some) {
-    std::vector<double> norms;
-    for (const at::Tensor& norm : at::_foreach_norm(some, 2)) norms.push_back(norm.item<double>());
-    return norms;
-  };
   std::vector<at::Tensor> gradients;  // in the order of parameters, so that the sum is the same
   std::vector<at::Tensor> own;
   for (const at::Tensor& parameter : parameters) {
@@ -232,8 +277,7 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
             "parameter that they come from.",
             total, gradients.size(), first, c10::str(gradients[first].sizes())));
   }
-  // As Python's: a little less than max_norm, so that rounding does not exceed it.
-  const double scale = max_norm / (total + 1e-6);
+  const double scale = max_norm / (total + kLittle);
   if (!(scale < 1)) return total;
   if (!own.empty()) at::_foreach_mul_(own, scale);
   Shards::change_gradients(parameters, [&](const std::vector<at::Tensor>& parts) {

@@ -127,6 +127,16 @@ class ShardedStep::Impl {
     return models;
   }
 
+  // Of a parameter that was shared until now: others may still use these.
+  template <typename Kind>
+  static void keep_own_states(Optimizer& optimizer, const at::Tensor& parameter) {
+    auto* const state = state_of<Kind>(optimizer, parameter);
+    if (state == nullptr) return;
+    Kind::tensors(*state, [](const char*, at::Tensor& held) {
+      if (use_of(held) != nullptr) held = held.clone();
+    });
+  }
+
   template <typename Kind>
   void step(Optimizer& optimizer, Model& model) {
     // What cannot be done is found out before anything is written, and all ranks are told.
@@ -137,20 +147,26 @@ class ShardedStep::Impl {
     }
     const std::vector<Piece> pieces = cut(model);
     const auto lines = [&] { return describe<Kind>(optimizer, model); };
-    model.shards->begin_update(pieces.size(), hash_of<Kind>(optimizer, model), lines,
-                               model.failure);
     std::vector<std::size_t> written;
     for (const Use& use : model.uses) written.push_back(use.slot);
-    std::exception_ptr failure;
     try {
-      place_states<Kind>(optimizer, model);
-      model.shards->run_update([&](int lane, std::size_t piece) {
-        update<Kind>(optimizer, lanes_[static_cast<std::size_t>(lane)], pieces[piece]);
-      });
+      model.shards->begin_update(pieces.size(), hash_of<Kind>(optimizer, model), lines,
+                                 model.failure);
+      std::exception_ptr failure;
+      try {
+        place_states<Kind>(optimizer, model);
+        model.shards->run_update([&](int lane, std::size_t piece) {
+          update<Kind>(optimizer, lanes_[static_cast<std::size_t>(lane)], pieces[piece]);
+        });
+      } catch (...) {
+        failure = std::current_exception();
+        lanes_.clear();  // what they are about to update is not known
+      }
+      model.shards->end_update(failure, written);
     } catch (...) {
-      failure = std::current_exception();
+      if (model.shards->is_completed_by_others()) complete<Kind>(optimizer, model, written);
+      throw;
     }
-    model.shards->end_update(failure, written);
     model.shards->drop_gradients(written);
     take_states<Kind>(optimizer, model);
   }
@@ -208,6 +224,15 @@ class ShardedStep::Impl {
     for (Use& use : model.uses) {
       const bool is_16_bit = use.parameter.element_size() == 2;
       use.has_master = masters != nullptr && masters->uses_master_weights() && is_16_bit;
+      // States from before the model was wrapped again.
+      if (use.has_master && Shards::is_torn(master_of(optimizer, use))) {
+        Shards::throw_torn(model.shards->host().global_rank());
+      }
+      if (auto* const state = state_of<Kind>(optimizer, use.parameter)) {
+        Kind::tensors(*state, [&](const char*, const at::Tensor& held) {
+          if (Shards::is_torn(held)) Shards::throw_torn(model.shards->host().global_rank());
+        });
+      }
       // With the options that the optimizer was made with: it took them.
       for (Lane& lane : lanes_) lane.make_inner(make_, use, optimizer.defaults());
       if constexpr (std::is_same_v<Kind, AdagradKind>) {
@@ -247,6 +272,19 @@ class ShardedStep::Impl {
     }
   }
 
+  static at::Tensor master_of(Optimizer& optimizer, const Use& use) {
+    return dynamic_cast<MasterWeights&>(optimizer).master_since_write(use.parameter);
+  }
+
+  // Whether a state is where the ranks of the host share it.
+  static bool is_placed(const Model& model, const Use& use, const std::string& name,
+                        const at::Tensor& held) {
+    return model.shards->is_state(held, name, use.slot, type_of_states(use));
+  }
+  static at::ScalarType type_of_states(const Use& use) {
+    return use.has_master ? at::kFloat : use.parameter.scalar_type();
+  }
+
   // What all ranks of a host must have in common.
   template <typename Kind>
   static std::uint64_t hash_of(Optimizer& optimizer, const Model& model) {
@@ -262,11 +300,12 @@ class ShardedStep::Impl {
            {use.slot, use.group, std::size_t{use.is_sparse}, std::size_t{use.has_master}}) {
         add("", one);
       }
+      if (use.has_master) add("", is_placed(model, use, kMaster, master_of(optimizer, use)));
       auto* const state = state_of<Kind>(optimizer, use.parameter);
       if (state == nullptr) continue;
       Kind::numbers(*state, add);
-      Kind::tensors(*state, [&](const char*, const at::Tensor& held) {
-        numbers.push_back(!held.defined() ? 0 : use_of(held) == nullptr ? 1 : 2);
+      Kind::tensors(*state, [&](const char* key, const at::Tensor& held) {
+        numbers.push_back(!held.defined() ? 0 : is_placed(model, use, key, held) ? 2 : 1);
       });
     }
     return hash_bytes(numbers.data(), numbers.size() * sizeof(double),
@@ -285,15 +324,20 @@ class ShardedStep::Impl {
       lines.push_back(std::move(line));
     }
     for (const Use& use : model.uses) {
-      std::string line = text::format("parameter {}{}{}", use.slot, use.is_sparse ? ", sparse" : "",
-                                      use.has_master ? ", master weights" : "");
+      std::string line =
+          text::format("parameter {} of group {}{}{}", use.slot, use.group,
+                       use.is_sparse ? ", sparse" : "", use.has_master ? ", master weights" : "");
+      if (use.has_master && !is_placed(model, use, kMaster, master_of(optimizer, use))) {
+        line += " of its own";
+      }
       if (auto* const state = state_of<Kind>(optimizer, use.parameter)) {
         Kind::numbers(*state, [&](const char* key, const auto& value) {
           line += text::format(", {} {}", key, value);
         });
         Kind::tensors(*state, [&](const char* key, const at::Tensor& held) {
           if (!held.defined()) return;
-          line += text::format(", {}{}", key, use_of(held) == nullptr ? " of its own" : "");
+          line +=
+              text::format(", {}{}", key, is_placed(model, use, key, held) ? "" : " of its own");
         });
       }
       lines.push_back(std::move(line));
@@ -307,11 +351,10 @@ class ShardedStep::Impl {
   static void place_states(Optimizer& optimizer, Model& model) {
     std::vector<std::pair<at::Tensor, at::Tensor>> moves;
     for (Use& use : model.uses) {
-      const at::ScalarType type = use.has_master ? at::kFloat : use.parameter.scalar_type();
+      const at::ScalarType type = type_of_states(use);
       if (use.has_master) {
-        const at::Tensor held =
-            dynamic_cast<MasterWeights&>(optimizer).master_since_write(use.parameter);
-        const bool is_there = model.shards->is_state(held, kMaster, use.slot, type);
+        const at::Tensor held = master_of(optimizer, use);
+        const bool is_there = is_placed(model, use, kMaster, held);
         use.states[kMaster] = is_there ? held : model.shards->state(kMaster, use.slot, type);
         if (!is_there) {
           moves.emplace_back(use.states[kMaster], held.defined() ? held : use.parameter);
@@ -325,7 +368,7 @@ class ShardedStep::Impl {
             if (name == key) held = one;
           });
         }
-        const bool is_there = model.shards->is_state(held, name, use.slot, type);
+        const bool is_there = is_placed(model, use, name, held);
         use.states[name] = is_there ? held : model.shards->state(name, use.slot, type);
         if (held.defined() && !is_there) {
           moves.emplace_back(use.states[name], laid_out_as(use.parameter, held));
@@ -380,6 +423,20 @@ class ShardedStep::Impl {
       tensor = is_kept ? part.of(found->second) : at::Tensor();
     });
     inner.state()[proxy.unsafeGetTensorImpl()] = std::move(copy);
+  }
+
+  // A rank is lost, and the others have completed the step: so has this one. All states are in
+  // shared memory then, or nobody could have.
+  template <typename Kind>
+  void complete(Optimizer& optimizer, Model& model, const std::vector<std::size_t>& written) {
+    try {
+      model.shards->note_updated(written);
+      model.shards->drop_gradients(written);
+      place_states<Kind>(optimizer, model);
+      take_states<Kind>(optimizer, model);
+    } catch (const std::exception&) {
+      model.shards->set_torn(true);
+    }
   }
 
   // What was updated in place is there; states that the step has made go where they belong.
@@ -444,23 +501,26 @@ at::Tensor ShardedStep::run(Optimizer& optimizer, const Optimizer::LossClosure& 
   }
   bool has_others = false;
   std::vector<Impl::Model> models = impl_->find_models(optimizer, &has_others);
-  if (has_others) {
-    // A parameter without a gradient is left alone.
-    std::vector<std::pair<at::Tensor, at::Tensor>> kept;
-    for (const Impl::Model& model : models) {
-      for (const Impl::Use& use : model.uses) {
-        at::Tensor parameter = use.parameter;
-        kept.emplace_back(parameter, std::exchange(parameter.mutable_grad(), at::Tensor()));
-      }
-    }
-    const auto give_back = c10::make_scope_exit([&] {
-      for (auto& [parameter, gradient] : kept) parameter.mutable_grad() = gradient;
-    });
-    plain();
-  }
   for (Impl::Model& model : models) {
     with_kind(optimizer, [&](auto kind) { impl_->step<decltype(kind)>(optimizer, model); });
   }
+  if (!has_others) return loss;
+  // A parameter without a gradient is left alone.
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept;
+  for (auto& group : optimizer.param_groups()) {
+    for (at::Tensor& parameter : group.params()) {
+      if (use_of(parameter) != nullptr) {
+        kept.emplace_back(parameter, std::exchange(parameter.mutable_grad(), at::Tensor()));
+      } else if (parameter.grad().defined()) {
+        with_kind(optimizer,
+                  [&](auto kind) { Impl::keep_own_states<decltype(kind)>(optimizer, parameter); });
+      }
+    }
+  }
+  const auto give_back = c10::make_scope_exit([&] {
+    for (auto& [parameter, gradient] : kept) parameter.mutable_grad() = gradient;
+  });
+  plain();
   return loss;
 }
 

@@ -15,8 +15,9 @@
 namespace lockstep::test {
 
 struct Check {
-  Check(const char* its_name, std::function<void(const World&)> its_body)
-      : name(its_name), body(std::move(its_body)) {
+  // `ranks`: that it needs; 0: any number.
+  Check(const char* its_name, std::function<void(const World&)> its_body, int its_ranks = 0)
+      : name(its_name), body(std::move(its_body)), ranks(its_ranks) {
     all().push_back(this);
   }
   static std::vector<const Check*>& all() {
@@ -26,6 +27,7 @@ struct Check {
 
   const char* name;
   std::function<void(const World&)> body;
+  int ranks;
 };
 
 // Runs all checks of this program on `size` ranks, up to the first that fails.
@@ -33,6 +35,7 @@ inline void run_checks(int size, const JoinOptions& options = {}, const RankOpti
   const auto body = [&](int) {
     const World world = World::join(options);
     for (const Check* check : Check::all()) {
+      if (check->ranks != 0 && check->ranks != size) continue;
       SCOPED_TRACE(check->name);
       try {
         check->body(world);

@@ -69,7 +69,9 @@ TEST(LateDdp, TheHostWaitsForNothingInAStep) {
   const auto results = late::run(2, [](const World& world) {
     Gpt model;
     DistributedDataParallel ddp(model, world, {.bucket_bytes = 4096, .first_bucket_bytes = 1024});
+    ddp.accumulate(2);
     optim::AdamW optimizer(model->parameters(), 1e-3);
+    optim::Schedule schedule(optimizer, optim::cosine(10));
     const at::Tensor input =
         here(torch::arange(4 * 8).remainder(20).view({4, 8}) + world.rank()).remainder(20);
     const at::Tensor target = input.roll(1, 1).view(-1);
@@ -79,8 +81,13 @@ TEST(LateDdp, TheHostWaitsForNothingInAStep) {
       optimizer.zero_grad(step % 2 == 0);
       if (step == 4) ddp.set_weight(world.rank() + 1);
       const auto began = late::Clock::now();
-      torch::nn::functional::cross_entropy(model->forward(input).view({-1, 20}), target).backward();
+      for (int i = 0; i < 2; ++i) {
+        torch::nn::functional::cross_entropy(model->forward(input).view({-1, 20}), target)
+            .backward();
+      }
+      optim::clip_grad_norm_async(model->parameters(), 0.1);
       optimizer.step();
+      schedule.step();
       // In the first step it looks once whether all ranks read the same data.
       if (step > 0) {
         EXPECT_EQ(late::num_syncs() - before, 0) << "step " << step;
@@ -263,8 +270,10 @@ TEST(LateDdp, GradScalerSkipsAndScales) {
       const double factor =
           is_bad && world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1;
       scaler.scale(loss_of(model->forward(batch(world.rank(), step))) * factor).backward();
+      const std::int64_t before = late::num_syncs();
       EXPECT_EQ(scaler.step(optimizer), !is_bad);
       scaler.update();
+      EXPECT_EQ(late::num_syncs() - before, 1) << "whether there was an overflow";
       if (is_bad) continue;
       loss_of(other->forward(batch(world.rank(), step).cpu())).backward();
       its_optimizer.step();

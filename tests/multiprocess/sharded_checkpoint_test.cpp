@@ -246,7 +246,7 @@ TEST_F(ShardedOverHosts, TornParametersAreNotSaved) {
   })));
 }
 
-// An optimizer that fails in the middle of a step, on one rank.
+// An optimizer that fails in the middle of a step.
 struct Failing : optim::AdamW {
   using optim::AdamW::AdamW;
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -283,7 +283,7 @@ TEST(ShardedCheckpoint, TornParametersStayTornUntilItIsLoaded) {
       checkpoints.add(model).add(*optimizer);
       run(0, 2);
       checkpoints.save(2);
-      Failing::is_failing = rank == 1;
+      Failing::is_failing = true;  // on whichever rank takes a piece
       expect_says(thrown_by<Error>([&] { run(2, 3); }), {"it fails"});
       Failing::is_failing = false;
       const auto expect_torn = [&] {
@@ -294,7 +294,21 @@ TEST(ShardedCheckpoint, TornParametersStayTornUntilItIsLoaded) {
       wrapped->rewrap();
       expect_torn();
       wrapped.reset();
+      expect_says(thrown_by<UsageError>([&] { checkpoints.save(3); }), {"half updated"});
+      expect_says(thrown_by<UsageError>([&] { save_weights(path + "/weights", *model); }),
+                  {"half updated"});
+      expect_says(thrown_by<UsageError>([&] { checkpoints.load_latest(); }), {"Wrap the model"});
+      expect_says(thrown_by<UsageError>([&] {
+                    const DistributedDataParallel alone(model, *world.split(rank),
+                                                        DdpOptions{.shard = mode});
+                  }),
+                  {"half updated"});
       wrapped = std::make_unique<DistributedDataParallel>(model, world, DdpOptions{.shard = mode});
+      expect_torn();
+      // The optimizer's states are torn, too.
+      Checkpointer weights_only(path + "/weights_only", world);
+      weights_only.add(model);
+      weights_only.load(path + "/torn/0-step-2", {.strict = false});
       expect_torn();
       EXPECT_EQ(checkpoints.load_latest().step, 2);
       run(2, 4);

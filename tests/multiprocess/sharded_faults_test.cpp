@@ -203,6 +203,103 @@ TEST(ShardedRefuses, RatesThatDiffer) {
   });
 }
 
+// The same options in the same order, but other parameters in each group.
+TEST(ShardedRefuses, GroupsThatDiffer) {
+  on_two([](const World& world, Shard mode) {
+    Trained<> one(world, mode);
+    auto all = one.model->parameters();
+    const auto middle = all.begin() + 3 + world.rank();
+    optim::Sharded<optim::AdamW> wrong(std::vector<at::Tensor>(all.begin(), middle), 1e-2);
+    wrong.add_param_group(std::vector<at::Tensor>(middle, all.end()));
+    one.backward();
+    const at::Tensor before = one.model->wide->weight.detach().clone();
+    EXPECT_THROW(wrong.step(), MismatchError);
+    EXPECT_TRUE(one.model->wide->weight.equal(before));
+    one.step();
+    one.expect_trains();
+  });
+}
+
+TEST(ShardedRefuses, WrappingAgainBeforeTheStep) {
+  on_two([](const World& world, Shard mode) {
+    Trained<> one(world, mode);
+    one.backward();
+    if (mode == Shard::kGradients) {
+      expect_error([&] { one.ddp.rewrap(); }, {"were not used", "discard()"});
+    }
+    one.step();
+    one.ddp.rewrap();
+    one.expect_trains();
+  });
+}
+
+// Two parameters of the same bits, in the memory of the same model.
+TEST(ShardedRefuses, AParameterInThePlaceOfAnother) {
+  on_two([](const World& world, Shard mode) {
+    Trained<> one(world, mode);
+    const auto zero_both = [&] {
+      one.model->wide->bias.zero_();
+      one.model->norm->bias.zero_();
+    };
+    one.ddp.change_parameters(zero_both);
+    one.model->norm->bias.set_data(one.model->wide->bias.detach());
+    expect_error([&] { one.backward(); }, {"norm.bias is not in the memory"});
+  });
+}
+
+// Parameters that nobody shares are stepped once; a frozen one that still has a gradient is not.
+TEST(ShardedRefuses, NothingElseIsWrittenTwice) {
+  on_two([](const World& world, Shard mode) {
+    WideNet model;
+    model->first->bias.set_requires_grad(false);
+    at::Tensor own = at::ones({3}).requires_grad_();
+    const DistributedDataParallel ddp(model, world, {.shard = mode});
+    std::vector<at::Tensor> all = model->parameters();
+    all.push_back(own);
+    optim::Sharded<torch::optim::SGD> optimizer(all, torch::optim::SGDOptions(0.5));
+    model->first->bias.mutable_grad() = at::ones_like(model->first->bias);
+    const at::Tensor before = model->first->bias.detach().clone();
+    const at::Tensor wide = model->wide->weight.detach().clone();
+    (loss_of(model->forward(batch(world.rank()))) + own.sum()).backward();
+    optimizer.step();
+    EXPECT_TRUE(model->first->bias.equal(before));
+    EXPECT_FALSE(model->wide->weight.equal(wide));
+    EXPECT_TRUE(own.detach().equal(at::full({3}, 0.5F)));
+  });
+}
+
+// One rank goes on alone, with a copy: the others' model stays theirs.
+TEST(ShardedRefuses, AWorldOfOneHasMemoryOfItsOwn) {
+  on_two([](const World& world, Shard mode) {
+    WideNet model;
+    optim::Sharded<optim::AdamW> optimizer(model->parameters(), 1e-2);
+    const auto train = [&](int step) {
+      optimizer.zero_grad();
+      loss_of(model->forward(batch(world.rank(), step))).backward();
+      optimizer.step();
+    };
+    {
+      const DistributedDataParallel ddp(model, world, {.shard = mode});
+      train(0);
+    }
+    const at::Tensor before = model->wide->weight.detach().clone();
+    world.barrier();
+    const auto alone = world.split(world.rank());
+    if (world.rank() == 0) {
+      const DistributedDataParallel ddp(model, *alone, {.shard = mode});
+      train(1);
+      EXPECT_FALSE(model->wide->weight.equal(before));
+    }
+    world.barrier();
+    if (world.rank() == 1) {
+      EXPECT_TRUE(model->wide->weight.equal(before));
+      const DistributedDataParallel ddp(model, *alone, {.shard = mode});
+      train(1);
+    }
+    EXPECT_FALSE(model->wide->weight.equal(before));
+  });
+}
+
 TEST(ShardedRefuses, WritesOfOneRank) {
   on_two([](const World& world, Shard mode) {
     Trained<> one(world, mode);

@@ -121,6 +121,15 @@ void train_until_lost(const World& world, const Plan& plan, const SharedTold& to
     for (std::size_t i = 0; i < same.size(); ++i) {
       EXPECT_TRUE(twin.model->parameters()[i].equal(same[i])) << i << "\n" << error;
     }
+    // The optimizer has done as many steps.
+    const auto& states = twin.optimizer->state();
+    const auto state = states.find(twin.model->wide->weight.unsafeGetTensorImpl());
+    const int done = step + (is_after ? 1 : 0);
+    ASSERT_EQ(state == states.end(), done == 0);
+    if (done > 0) {
+      const auto& held = static_cast<const torch::optim::AdamWParamState&>(*state->second);
+      EXPECT_EQ(held.step(), done) << error;
+    }
     return;
   }
   EXPECT_TRUE(has(error_of([&] { twin.optimizer->step(); }), "half updated"));

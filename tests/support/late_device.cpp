@@ -2,6 +2,7 @@
 
 #include "support/late_device.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -81,6 +82,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
   at::Device getDeviceFromPtr(void*) const override { return device(); }
+  // Of the CPU's kind. Operators do not draw from it.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static const at::Generator generator = at::detail::createCPUGenerator(1);
+    return generator;
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
