@@ -200,11 +200,12 @@ std::vector<double> norms_of(const std::vector<at::Tensor>& tensors) {
   for (const auto& [device, indexes] : places) {
     std::vector<at::Tensor> there;
     for (const std::size_t i : indexes) there.push_back(tensors[i]);
-    std::vector<at::Tensor> found = at::_foreach_norm(there, 2);
-    for (at::Tensor& one : found) one = one.to(at::kDouble);
-    const at::Tensor values = at::stack(found).cpu();
-    const auto* const first = values.const_data_ptr<double>();
-    for (std::size_t i = 0; i < indexes.size(); ++i) norms[indexes[i]] = first[i];
+    const std::vector<at::Tensor> found = at::_foreach_norm(there, 2);
+    const bool is_cpu = there.front().is_cpu();
+    const at::Tensor values = is_cpu ? at::Tensor() : at::stack(found).to(at::kDouble).cpu();
+    for (std::size_t i = 0; i < indexes.size(); ++i) {
+      norms[indexes[i]] = is_cpu ? found[i].item<double>() : values.const_data_ptr<double>()[i];
+    }
   }
   return norms;
 }
@@ -227,9 +228,8 @@ at::Tensor clip_grad_norm_async(const std::vector<at::Tensor>& parameters, doubl
         return one.device() == gradients.front().device() && one.layout() == at::kStrided;
       });
   if (!is_on_device) return at::scalar_tensor(clip_grad_norm(parameters, max_norm), at::kDouble);
-  std::vector<at::Tensor> norms = at::_foreach_norm(gradients, 2);
-  for (at::Tensor& one : norms) one = one.to(at::kDouble);
-  const at::Tensor total = at::stack(norms).pow(2).sum().sqrt();
+  const at::Tensor norms = at::stack(at::_foreach_norm(gradients, 2)).to(at::kDouble);
+  const at::Tensor total = norms.pow(2).sum().sqrt();
   const at::Tensor scale = max_norm / (total + kLittle);
   at::_foreach_mul_(gradients, at::where(scale < 1, scale, at::ones_like(scale)));
   return total;
