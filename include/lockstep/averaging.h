@@ -81,7 +81,8 @@ class LOCKSTEP_API WeightAverage {
   void use_masters_of(const optim::MasterWeights& optimizer) { masters_ = &optimizer; }
 
   // After optimizer.step(). The first call takes the weights as they are. Where the ranks of a host
-  // share the model (DdpOptions::shard), they share its averages, too, and the call is collective.
+  // share the model (DdpOptions::shard), they share its averages, too, and the call is collective,
+  // also when it throws.
   // Throws: UsageError if the averaged weights are in the model.
   void update();
   std::int64_t num_updates() const { return num_updates_; }
@@ -106,6 +107,7 @@ class LOCKSTEP_API WeightAverage {
   void swap();
   void restore();
   void refuse_if_applied(const char* operation) const;
+  void refuse_together() const;
   at::Tensor weights_of(const at::Tensor& source) const;
   void update_shared(const std::vector<std::size_t>& places, double share);
 

@@ -44,9 +44,10 @@ namespace lockstep {
 // What happens to buffers (running means and the like) after a synchronised backward.
 enum class BufferSync { kFromRank0, kMean, kOff };
 
-// What the ranks of a host have once, in memory that they share, instead of once each. Every mode
-// gives the bits of kNone (kGradients on gloo and mpi: but for rounding). docs/memory.md has sizes
-// and rules.
+// What the ranks of a host have once, in memory that they share, instead of once each; of models on
+// devices, what all ranks of the world have once, a slice each (parameters stay whole there). Every
+// mode gives the bits of kNone (kGradients on gloo, mpi and nccl: but for rounding).
+// docs/memory.md has sizes and rules.
 enum class Shard {
   kNone,       // nothing
   kOptimizer,  // parameters and states of optimizers; .grad is each rank's own, as with kNone
@@ -79,7 +80,7 @@ struct DdpOptions {
   // If not kNone, parameters are moved, when they are wrapped, to memory that the ranks of a host
   // share. Requires: their optimizer is an optim::Sharded (lockstep/sharded.h), whose step() is
   // called on all ranks after each synchronised backward; nobody else writes to them, but in
-  // change_parameters(). Not for parameters on devices.
+  // change_parameters(). On a device parameters stay there, and each rank's are its own.
   Shard shard = Shard::kNone;
   // Names of parameters whose gradients are sparse, besides those of nn::Embedding and
   // nn::EmbeddingBag with sparse(true), which are found.
@@ -178,12 +179,12 @@ class LOCKSTEP_API DistributedDataParallel {
 
   // The means of the last synchronised backward, by name, until the next step(). With
   // Shard::kGradients they are in memory that other ranks use: read them, and clone() what must
-  // last. Empty if there are none.
+  // last; on devices they are gathered, and the call is collective. Empty if there are none.
   std::vector<NamedTensor> full_gradients() const;
   // Writes to parameters by hand where the ranks of a host share them: `change` runs on one rank of
   // each host, without gradients being recorded, while the others wait; it must do the same on
-  // each. Without sharding it runs on every rank. Collective. Throws on all ranks of a host what
-  // `change` throws on one.
+  // each. Without sharding, and on devices, it runs on every rank. Collective. Throws on all ranks
+  // of a host what `change` throws on one.
   void change_parameters(const std::function<void()>& change);
 
   // The number of samples behind the gradients of the next synchronised backward, so that ranks

@@ -1,5 +1,6 @@
 // optim::Sharded: an optimizer for a model that is wrapped with DdpOptions::shard. The ranks of a
-// host share out the elements of the parameters, and what the optimizer keeps exists once.
+// host share out the elements of the parameters, and what the optimizer keeps exists once. On
+// devices all ranks do, and each keeps what belongs to its elements.
 //
 //   lockstep::DistributedDataParallel ddp(model, world, {.shard = lockstep::Shard::kGradients});
 //   lockstep::optim::Sharded<lockstep::optim::AdamW> optimizer(model->parameters(), 1e-3);
@@ -74,12 +75,13 @@ class LOCKSTEP_API ShardedStep {
 // its own: pieces go through optimizers that are made for them, of the options. With LibTorch's
 // own, which cut tensors by threads, the bits are those of T with one thread per rank. Options,
 // groups, state, schedules, GradScaler and Checkpointer are T's: its state are whole tensors in
-// shared memory. Parameters of models without sharding are updated as T does.
+// shared memory, on devices this rank's elements in one dimension. Parameters of models without
+// sharding are updated as T does.
 //
-// step() is collective for the ranks of a host. Throws, on all of them: MismatchError (options, or
-// which parameters have gradients, differ), PeerLostError and TimeoutError (they say whether
-// parameters are those before or after the step), UsageError (a rank wrote to parameters by
-// itself).
+// step() is collective for the ranks of a host, on devices for all. Throws, on all of them:
+// MismatchError (options, or which parameters have gradients, differ), PeerLostError and
+// TimeoutError (they say whether parameters are those before or after the step), UsageError (a rank
+// wrote to parameters by itself).
 template <typename T>
 class Sharded final : public T {
   static_assert(!std::is_void_v<detail::KindOf<T>>,

@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "ddp/gradient_hook.h"
-#include "ddp/shards.h"
+#include "ddp/sharing.h"
 
 namespace lockstep {
 namespace {
@@ -94,7 +94,7 @@ void GradScaler::unscale(torch::optim::Optimizer& optimizer) {
     if (gradient.is_sparse()) gradient = gradient._values();
     gradients.push_back(gradient);
   }
-  double found = std::max(divide(gradients), Shards::change_gradients(parameters, divide));
+  double found = std::max(divide(gradients), change_shared_gradients(parameters, divide));
   if (!is_averaged) {
     found = world_.all_reduce(at::tensor(found, at::kDouble), ReduceOp::MAX).item<double>();
   }
@@ -119,9 +119,9 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
     return true;
   }
   for (const at::Tensor& parameter : parameters_of(optimizer)) {
-    const auto shards = Shards::of(parameter);
-    if (!shards) continue;
-    if (const auto slot = shards->find(parameter)) shards->drop_gradients({*slot});
+    const auto sharing = Sharing::of(parameter);
+    if (!sharing) continue;
+    if (const auto slot = sharing->find(parameter)) sharing->drop_gradients({*slot});
   }
   return false;
 }

@@ -49,7 +49,9 @@ struct Checkpointer::Impl {
     std::string state = {};
     std::string failure = {};  // of this rank, before it could write
   };
+  int num_writers() const;
   std::string take_snapshot(std::int64_t step, Snapshot& snapshot);
+  void gather_slices(Snapshot& snapshot) const;
   Saving begin(std::int64_t step);
   void write(const Saving& saving, const Exchange& exchange) const;
   void start_writer(Saving saving);

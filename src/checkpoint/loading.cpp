@@ -15,6 +15,7 @@
 #include "checkpoint/sharing.h"
 #include "checkpoint/tensors.h"
 #include "ddp/shards.h"
+#include "ddp/slices.h"
 #include "world/exchange.h"
 #include "world/packed.h"
 
@@ -107,6 +108,7 @@ struct Wanted {
   std::vector<Wish> wishes;
   std::vector<NamedTensor> fitting;
   std::vector<SharedState> shared;
+  std::vector<SlicedState> sliced;
 };
 
 // What does not fit is added to `loaded`. Changes nothing.
@@ -129,6 +131,7 @@ Wanted find_wanted(const std::vector<Part>& parts, const Contents& contents, boo
     const Wish& wish = wanted.wishes.back();
     tensors.insert(tensors.end(), wish.tensors.begin(), wish.tensors.end());
     wanted.shared.insert(wanted.shared.end(), wish.shared.begin(), wish.shared.end());
+    wanted.sliced.insert(wanted.sliced.end(), wish.sliced.begin(), wish.sliced.end());
     loaded.differences.insert(loaded.differences.end(), wish.differences.begin(),
                               wish.differences.end());
   }
@@ -141,6 +144,61 @@ Wanted find_wanted(const std::vector<Part>& parts, const Contents& contents, boo
   const auto more = compare(contents.tensors, tensors, must_have_type, wanted.fitting);
   loaded.differences.insert(loaded.differences.end(), more.begin(), more.end());
   return wanted;
+}
+
+// A state of which each rank keeps a slice.
+struct NamedSlice {
+  std::string name;  // empty: the file does not have it
+  SlicedState state;
+};
+
+// Takes them out of `wanted.fitting`.
+std::vector<NamedSlice> take_sliced(Wanted& wanted) {
+  std::vector<NamedSlice> all;
+  for (const SlicedState& one : wanted.sliced) {
+    const auto is_it = [&](const NamedTensor& its) { return its.tensor.is_same(one.tensor); };
+    const auto found = std::ranges::find_if(wanted.fitting, is_it);
+    all.push_back({found == wanted.fitting.end() ? "" : found->name, one});
+    if (found != wanted.fitting.end()) wanted.fitting.erase(found);
+  }
+  return all;
+}
+
+// One after the other. `reader`: who reads all and sends it to the others; -1: each rank reads.
+// Collective.
+void load_slices(const World& world, const std::vector<NamedSlice>& sliced,
+                 const Contents& contents, bool is_reader, int reader) {
+  for (const NamedSlice& one : sliced) {
+    at::Tensor whole;
+    if (!one.name.empty()) {
+      const at::Tensor& wanted = one.state.tensor;
+      whole = at::empty(wanted.sizes(), at::TensorOptions(wanted.scalar_type()));
+      do_together(world, "load", [&] {
+        if (!is_reader) return;
+        read_tensor(contents.files[contents.file_of.at(one.name)], contents.tensors.at(one.name),
+                    whole);
+      });
+      if (reader >= 0) world.broadcast(whole, reader);
+    }
+    do_together(world, "load", [&] { take_slice(one.state, whole); });
+  }
+}
+
+// The models in slices whose parameters or states were loaded hear of it.
+void note_loaded_slices(const std::vector<at::Tensor>& tensors,
+                        const std::vector<NamedSlice>& sliced) {
+  std::vector<std::shared_ptr<Slices>> all;
+  const auto add = [&](const std::shared_ptr<Slices>& one) {
+    if (one && std::ranges::find(all, one) == all.end()) all.push_back(one);
+  };
+  for (const at::Tensor& one : tensors) add(Slices::holder_of(one));
+  for (const auto& slices : all) {
+    std::vector<std::size_t> with_states;
+    for (const NamedSlice& one : sliced) {
+      if (one.state.slices == slices) with_states.push_back(one.state.slot);
+    }
+    slices->note_loaded(tensors, with_states);
+  }
 }
 
 }  // namespace
@@ -171,7 +229,7 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
     if (load_options.strict && !loaded.differences.empty()) {
       throw_differences(its_path, loaded.differences, world.global_rank());
     }
-    check_sharers(world, wanted.fitting, wanted.shared);
+    check_sharers(world, wanted.fitting, wanted.shared, wanted.sliced);
     for (const NamedTensor& one : wanted.fitting) {
       if (!Shards::is_torn(one.tensor) || Shards::holder_of(one.tensor)) continue;
       throw UsageError({.rank = world.global_rank(), .operation = "load"},
@@ -191,6 +249,7 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
   }
 
   do_together(world, "load", [&] { make_memory(wanted.shared); });
+  const auto sliced = take_sliced(wanted);
   // Who ends in the middle leaves a mixture.
   const auto holders = holders_of(wanted.fitting);
   std::vector<bool> were_torn;
@@ -219,6 +278,8 @@ Loaded Checkpointer::Impl::load(const std::string& its_path, bool can_all_read, 
     world.barrier();  // what others have written for this rank is there
   }
   mark_written(tensors);
+  load_slices(world, sliced, contents, is_reader, can_all_read ? -1 : reader);
+  note_loaded_slices(tensors, sliced);
   for (const SharedState& one : wanted.shared) tensors.push_back(one.tensor);
   for (std::size_t i = 0; i < holders.size(); ++i) holders[i]->note_loaded(tensors, were_torn[i]);
   do_together(world, "load", [&] {

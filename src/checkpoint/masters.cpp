@@ -60,7 +60,12 @@ void load_masters(torch::optim::Optimizer& optimizer, const std::string& name, c
   }
   if (!is_used || !values.contains("masters")) return;
   const std::vector<at::Tensor> parameters = parameters_of(optimizer);
-  std::vector<std::pair<at::Tensor, at::Tensor>> loaded;
+  struct LoadedMaster {
+    at::Tensor parameter;
+    at::Tensor master;
+    std::shared_ptr<bool> fits;  // of slices: what all ranks have found out
+  };
+  std::vector<LoadedMaster> loaded;
   for (const auto place : values.at("masters").get<std::vector<std::size_t>>()) {
     if (place >= parameters.size() || !has_master(masters, parameters[place])) {
       wish.differences.push_back(
@@ -69,14 +74,20 @@ void load_masters(torch::optim::Optimizer& optimizer, const std::string& name, c
       continue;
     }
     const at::Tensor& parameter = parameters[place];
-    loaded.emplace_back(parameter, make_state(parameter, Shards::kMaster, at::kFloat, wish));
-    wish.tensors.push_back({name_of(name, place), loaded.back().second});
+    const std::size_t num_sliced = wish.sliced.size();
+    const at::Tensor master = make_state(parameter, Shards::kMaster, at::kFloat, wish);
+    std::shared_ptr<bool> fits;
+    if (wish.sliced.size() > num_sliced) {
+      fits = wish.sliced.back().fits_parameter = std::make_shared<bool>(false);
+    }
+    loaded.push_back({parameter, master, fits});
+    wish.tensors.push_back({name_of(name, place), master});
   }
   wish.finish = [masters, loaded, finish_rest = std::move(wish.finish)] {
     finish_rest();
-    for (const auto& [parameter, master] : loaded) {
+    for (const auto& [parameter, master, fits] : loaded) {
       // What does not fit the weights was not loaded, or these were not: the next step makes it.
-      if (master.to(parameter.scalar_type()).equal(parameter)) {
+      if (fits ? *fits : master.to(parameter.scalar_type()).equal(parameter)) {
         masters->set_master(parameter, master);
       }
     }

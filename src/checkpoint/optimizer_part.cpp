@@ -38,7 +38,7 @@ void save(to::Optimizer& optimizer, const std::string& name, Snapshot& snapshot)
       Kind::numbers(state, [&](const char* key, const auto& value) { kept[key] = value; });
       Kind::tensors(state, [&](const char* key, const at::Tensor& tensor) {
         if (!tensor.defined()) return;
-        kept["tensors"][key] = tensor.sizes().vec();
+        kept["tensors"][key] = parameter.sizes().vec();
         snapshot.tensors.push_back({text::format("{}.{}.{}", name, place, key), tensor});
       });
       states.push_back(std::move(kept));

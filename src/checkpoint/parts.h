@@ -11,6 +11,7 @@
 #include <lockstep/optim.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -27,11 +28,13 @@ inline constexpr int kStateVersion = 1;
 
 struct Snapshot {
   std::vector<NamedTensor> tensors = {};
+  std::map<std::string, at::Tensor> slices = {};  // what this rank has of some (ddp/slices.h)
   std::set<std::string> buffers = {};  // which of them are a module's: rank 0's are saved
   Json values = Json::object();        // by part
 };
 
 class Shards;
+class Slices;
 
 // A state that the ranks of a host have once (ddp/shards.h).
 struct SharedState {
@@ -41,9 +44,20 @@ struct SharedState {
   std::size_t slot = 0;
 };
 
+// A state of which each rank keeps a slice (ddp/slices.h). `tensor` has the sizes of the whole, and
+// no memory, until it is loaded; then it is the slice.
+struct SlicedState {
+  at::Tensor tensor;
+  std::shared_ptr<Slices> slices;
+  std::size_t slot = 0;
+  // Of master weights: whether the parameter, as it was loaded, is their rounding.
+  std::shared_ptr<bool> fits_parameter = {};
+};
+
 struct Wish {
   std::vector<NamedTensor> tensors = {};
   std::vector<SharedState> shared = {};       // of these: without memory until all ranks agree
+  std::vector<SlicedState> sliced = {};       // the same
   std::function<void()> finish = [] {};       // not collective
   std::function<void()> finish_own = [] {};   // of this rank alone, once all ranks have finished
   std::vector<std::string> differences = {};  // a line each; what differs is not wished for

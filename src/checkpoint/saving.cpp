@@ -73,6 +73,7 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
   }
   Shards::check_whole(snapshot.tensors, world.global_rank());
   check_sharers(world, snapshot.tensors);
+  set_slices_aside(snapshot);
   for (const auto& shards : holders_of(snapshot.tensors)) {
     shards->check_usable();
     if (const std::string change = shards->find_foreign_change(); !change.empty()) {
@@ -112,6 +113,32 @@ void Checkpointer::Impl::agree_on_tensors(Snapshot& snapshot,
   }
 }
 
+int Checkpointer::Impl::num_writers() const {
+  return options.writers == Writers::kEachRank ? static_cast<int>(group.size()) : 1;
+}
+
+// Who writes a tensor has all of it. One after the other, so that nobody has more at a time than
+// what it writes. Collective.
+void Checkpointer::Impl::gather_slices(Snapshot& snapshot) const {
+  if (snapshot.slices.empty()) return;
+  const bool is_one_group = group.size() == static_cast<std::size_t>(world.size());
+  std::map<std::string, at::Tensor> gathered;
+  for (int part = 0; part < num_writers(); ++part) {
+    const int its_writer = group[static_cast<std::size_t>(part)];
+    for (const NamedTensor& one : take_part(snapshot.tensors, part, num_writers())) {
+      const auto slice = snapshot.slices.find(one.name);
+      if (slice == snapshot.slices.end()) continue;
+      at::Tensor whole = gather_slice(world, slice->second, is_one_group ? its_writer : -1);
+      if (its_writer == world.rank()) gathered[one.name] = std::move(whole);
+    }
+  }
+  for (NamedTensor& one : snapshot.tensors) {
+    if (const auto found = gathered.find(one.name); found != gathered.end()) {
+      one.tensor = found->second;
+    }
+  }
+}
+
 // Every rank comes to the exchange, whatever has happened to it, so that all throw or none does.
 Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   check_same_parts("save");
@@ -128,7 +155,13 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   try {
     saving.state = take_snapshot(step, snapshot);
     own = own_tensors(ddps, world.rank());
-    if (world.size() > 1) hashes = hashes_of_mine(world, snapshot.tensors);
+    if (world.size() > 1) {
+      std::vector<NamedTensor> compared = snapshot.tensors;
+      for (NamedTensor& one : compared) {
+        if (snapshot.slices.contains(one.name)) one.tensor = at::Tensor();
+      }
+      hashes = hashes_of_mine(world, std::move(compared));
+    }
     layout = layout_of(snapshot.tensors);
     if (is_leader()) unfinished = folder->begin();
   } catch (...) {
@@ -167,6 +200,7 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
     }
     take_hashes_of_host(world, snapshot.tensors, hashes);
     if (!is_same_everywhere(world, hash_of_all(hashes))) agree_on_tensors(snapshot, hashes, step);
+    gather_slices(snapshot);
   } catch (...) {
     drop();
     throw;
@@ -175,7 +209,7 @@ Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
   saving.unfinished = all[static_cast<std::size_t>(group.front())].at("unfinished");
   saving.key = "checkpoint/" + all[0].at("unfinished").get<std::string>();
   const auto my_place = std::ranges::find(group, world.rank()) - group.begin();
-  const int num_parts = options.writers == Writers::kEachRank ? static_cast<int>(group.size()) : 1;
+  const int num_parts = num_writers();
   if (const int part = static_cast<int>(my_place); part < num_parts) {
     // A file without tensors helps nobody, and PyTorch takes it for one that is not its own.
     if (auto tensors = take_part(snapshot.tensors, part, num_parts); !tensors.empty()) {

@@ -9,6 +9,7 @@
 #include "base/text.h"
 #include "ddp/agreement.h"
 #include "ddp/shards.h"
+#include "ddp/slices.h"
 
 namespace lockstep {
 namespace {
@@ -20,17 +21,23 @@ bool has_rank(const World& world, int global_rank) {
   return false;
 }
 
-void check_sharers(const World& world, const std::string& name, const Shards& shards) {
-  for (int rank = 0; rank < shards.host().size(); ++rank) {
-    const int sharer = shards.host().global_rank(rank);
+void check_sharers(const World& world, const std::string& name, const World& sharers) {
+  for (int rank = 0; rank < sharers.size(); ++rank) {
+    const int sharer = sharers.global_rank(rank);
     if (has_rank(world, sharer)) continue;
     throw UsageError(
         {.rank = world.global_rank(), .peer = sharer, .operation = "checkpoint"},
-        text::format("'{}' is in memory that rank {} shares (DdpOptions::shard), which "
+        text::format("'{}' is something that rank {} shares (DdpOptions::shard), which "
                      "is not in the Checkpointer's world.\nGive the Checkpointer the "
                      "world of the DistributedDataParallel.",
                      name, sharer));
   }
+}
+
+// A tensor of these sizes that has hardly any memory.
+at::Tensor make_stand_in(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const std::vector<std::int64_t> strides(sizes.size(), 0);
+  return at::empty_strided(sizes, strides, options);
 }
 
 // Between ranks that share it, there is nothing to compare.
@@ -50,11 +57,19 @@ std::vector<std::shared_ptr<Shards>> holders_of(const std::vector<NamedTensor>& 
 }
 
 void check_sharers(const World& world, const std::vector<NamedTensor>& tensors,
-                   const std::vector<SharedState>& states) {
+                   const std::vector<SharedState>& states, const std::vector<SlicedState>& sliced) {
   for (const NamedTensor& one : tensors) {
-    if (const auto shards = Shards::holder_of(one.tensor)) check_sharers(world, one.name, *shards);
+    if (const auto shards = Shards::holder_of(one.tensor)) {
+      check_sharers(world, one.name, shards->host());
+    }
+    if (Slices::is_slice(one.tensor)) {
+      check_sharers(world, one.name, Slices::ranks_of(one.tensor));
+    }
   }
-  for (const SharedState& one : states) check_sharers(world, one.name, *one.shards);
+  for (const SharedState& one : states) check_sharers(world, one.name, one.shards->host());
+  for (const SlicedState& one : sliced) {
+    check_sharers(world, one.slices->name_of(one.slot), one.slices->ranks());
+  }
 }
 
 std::vector<std::int64_t> hashes_of_mine(const World& world, std::vector<NamedTensor> tensors) {
@@ -94,12 +109,16 @@ bool is_written_here(const at::Tensor& tensor, int reader) {
 
 at::Tensor make_state(const at::Tensor& parameter, const std::string& name, at::ScalarType type,
                       Wish& wish) {
+  const auto slices = Slices::holder_of(parameter);
+  if (const auto slot = slices ? slices->find(parameter) : std::nullopt) {
+    const at::Tensor state = make_stand_in(parameter.sizes(), parameter.options().dtype(type));
+    wish.sliced.push_back({.tensor = state, .slices = slices, .slot = *slot});
+    return state;
+  }
   const auto shards = Shards::holder_of(parameter);
   const auto slot = shards ? shards->find(parameter) : std::nullopt;
   if (!slot) return at::zeros_like(parameter.detach(), type);
-  const std::vector<std::int64_t> strides(static_cast<std::size_t>(parameter.dim()), 0);
-  const at::Tensor state =
-      at::empty_strided(parameter.sizes(), strides, parameter.options().dtype(type));
+  const at::Tensor state = make_stand_in(parameter.sizes(), parameter.options().dtype(type));
   wish.shared.push_back({.tensor = state, .shards = shards, .name = name, .slot = *slot});
   return state;
 }
@@ -109,6 +128,35 @@ void make_memory(const std::vector<SharedState>& states) {
     at::Tensor tensor = one.tensor;  // the same one: all who have it see the memory
     tensor.set_data(one.shards->state(one.name, one.slot, tensor.scalar_type()));
   }
+}
+
+void set_slices_aside(Snapshot& snapshot) {
+  for (NamedTensor& one : snapshot.tensors) {
+    if (!Slices::is_slice(one.tensor)) continue;
+    snapshot.slices[one.name] = one.tensor;
+    one.tensor =
+        make_stand_in(Slices::sizes_of(one.tensor), at::TensorOptions(one.tensor.scalar_type()));
+  }
+}
+
+at::Tensor gather_slice(const World& world, const at::Tensor& slice, int writer) {
+  const World& ranks = Slices::ranks_of(slice);
+  int root = -1;
+  for (int rank = 0; rank < ranks.size(); ++rank) {
+    if (writer >= 0 && ranks.global_rank(rank) == world.global_rank(writer)) root = rank;
+  }
+  return Slices::gather(slice, root);
+}
+
+void take_slice(const SlicedState& state, const at::Tensor& whole) {
+  at::Tensor tensor = state.tensor;  // the same one: all who have it see the memory
+  const at::Tensor slice = state.slices->state(state.slot, tensor.scalar_type());
+  if (whole.defined()) state.slices->fill(slice, state.slot, whole);
+  if (state.fits_parameter) {
+    const at::Tensor parameter = state.slices->parameter(state.slot).detach().cpu();
+    *state.fits_parameter = whole.defined() && whole.to(parameter.scalar_type()).equal(parameter);
+  }
+  tensor.set_data(slice);
 }
 
 }  // namespace lockstep

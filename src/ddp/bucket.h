@@ -1,8 +1,9 @@
 // Buckets: the memory in which gradients live and travel, and each parameter's place in it.
 //
-// All buckets of one type and device lie one behind the other in one arena, of the engine's memory
-// where it has some, so that a new plan needs no new memory. With Shard::kGradients the arena is
-// the host's, and what a rank gives is in one of two places that its buckets use in turn.
+// All buckets of one type, device and group lie one behind the other in one arena, of the engine's
+// memory where it has some, so that a new plan needs no new memory. With Shard::kGradients the
+// arena is the host's, or, on devices, has this rank's slices of the means alone; what a rank gives
+// is in one of two places that its buckets use in turn.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +36,9 @@ struct Slot {
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> strides;  // if these leave no gaps, else row by row
 
-  at::Tensor view;  // the gradient's place in its bucket, in the parameter's sizes and strides
+  // The gradient's place in its bucket, in the parameter's sizes and strides; where buckets are
+  // slices, what this rank has of it, in one dimension.
+  at::Tensor view;
   std::vector<std::size_t> buckets;  // of its parts, in order; one, if it is not cut
 
   // Of the backward under way.
@@ -48,10 +51,12 @@ struct Slot {
 
 struct Bucket {
   BucketPlan plan;
-  at::Tensor flat;  // the means
-  at::Tensor own;   // this rank's gradients before: the same memory, but with Shard::kGradients
-  at::Tensor wire;  // what is sent: the same memory as real numbers, and for the last bucket
-                    // the control numbers behind it
+  at::Tensor flat;    // the means; on devices with Shard::kGradients, this rank's slice of them
+  at::Tensor own;     // this rank's gradients before: the same memory, but with Shard::kGradients
+  at::Tensor wire;    // what is sent: `own` as real numbers, and for the last bucket the control
+                      // numbers behind it
+  at::Tensor result;  // where the engine leaves the means of that: the same memory, unless it
+                      // writes them once for all ranks of a host
   std::optional<std::size_t> before;  // the bucket that used the place of `own` last
 
   // Of the backward under way.
@@ -67,9 +72,18 @@ class Buckets {
  public:
   explicit Buckets(c10::intrusive_ptr<c10d::Backend> engine) : engine_(std::move(engine)) {}
 
-  // From now on the ranks of `host` have the means once. Then lay_out() is collective where it
-  // needs more memory, which the first one does.
-  void share(const World& host) { host_ = host; }
+  // From now on the ranks of `host` have the means once; the engine writes them once if
+  // `reduces_once`. Then lay_out() is collective where it needs more memory, which the first one
+  // does.
+  void share(const World& host, bool reduces_once) {
+    host_ = host;
+    reduces_once_ = reduces_once;
+  }
+  // From now on this rank has one slice of the means of each bucket.
+  void slice(int rank, int size) {
+    slice_ = rank;
+    num_slices_ = size;
+  }
 
   // Lays out the slots by `plans`, with room for `num_control` numbers behind the last bucket (or
   // in memory of their own, if they do not travel with it). Gradients that live in a bucket move
@@ -79,24 +93,35 @@ class Buckets {
 
   std::vector<Bucket>& all() { return buckets_; }
   const std::vector<Bucket>& all() const { return buckets_; }
-  const at::Tensor& control() const { return control_; }
+  const at::Tensor& control() const { return control_; }            // this rank's
+  const at::Tensor& control_mean() const { return control_mean_; }  // of all, where it is reduced
 
  private:
-  using Key = std::pair<at::ScalarType, at::Device>;
+  struct Key {
+    at::ScalarType type;
+    at::Device device;
+    int group;
+  };
   struct LessKey {
     bool operator()(const Key& a, const Key& b) const;
   };
+  static Key key_of(const BucketPlan& plan, const std::vector<Slot>& slots);
 
   at::Tensor allocate(std::int64_t num_elements, const Key& key) const;
 
-  void lay_out_places();
+  void lay_out_places(const std::vector<Slot>& slots, std::int64_t num_control);
+  void view_slices(const std::vector<BucketPlan>& plans, std::vector<Slot>& slots) const;
 
   c10::intrusive_ptr<c10d::Backend> engine_;
   std::optional<World> host_;
+  bool reduces_once_ = false;
+  int slice_ = 0;
+  int num_slices_ = 1;
   std::vector<Bucket> buckets_;
   std::map<Key, at::Tensor, LessKey> arenas_;  // of real numbers
   std::map<Key, at::Tensor, LessKey> places_;  // two of them, for buckets in turn
   at::Tensor control_;
+  at::Tensor control_mean_;
 };
 
 }  // namespace lockstep

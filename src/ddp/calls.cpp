@@ -20,6 +20,7 @@ namespace {
 // this before them, the hook's own.
 constexpr const char* kOrder = "order";
 constexpr const char* kIsLaidOut = "is_laid_out";
+constexpr const char* kNumSlices = "num_slices";  // that buckets are cut into; not there: 1
 constexpr std::string_view kOfHook = "hook.";
 
 }  // namespace
@@ -37,9 +38,9 @@ void Reducer::accumulate(int k) {
 void Reducer::discard() {
   const MutexLock lock(mutex_);
   for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
-  if (shards_) {
-    shards_->set_gradients({});
-    shards_->set_local(false);
+  if (sharing()) {
+    sharing()->set_gradients({});
+    sharing()->set_local(false);
   }
   num_local_ = 0;
 }
@@ -174,7 +175,7 @@ void Reducer::take_settings_from(Reducer& before) {
 
 bool Reducer::has_unused_gradients() const {
   const MutexLock lock(mutex_);
-  return shards_ && shards_->has_unused_gradients();
+  return sharing() && sharing()->has_unused_gradients();
 }
 
 DdpStats Reducer::stats() const {
@@ -193,6 +194,7 @@ HookState Reducer::hook_state() const {
   const std::vector<std::size_t>& order = order_.latest();
   all[kOrder] = at::tensor(std::vector<std::int64_t>(order.begin(), order.end()));
   all[kIsLaidOut] = at::scalar_tensor(order_.next().empty(), at::kLong);
+  if (is_sliced_) all[kNumSlices] = at::scalar_tensor(world_.size(), at::kLong);
   return all;
 }
 
@@ -226,14 +228,21 @@ void Reducer::load_hook_state(const HookState& state) {
   const MutexLock lock(mutex_);
   const at::Tensor order = state.at(kOrder).contiguous();
   const auto* const first = order.const_data_ptr<std::int64_t>();
-  order_.restore({first, first + order.numel()});
+  // Where ranks keep slices of buckets, these stay as they are.
+  const std::vector<std::size_t> its(first, first + order.numel());
+  const auto num_slices = state.find(kNumSlices);
+  const std::int64_t its_slices =
+      num_slices == state.end() ? 1 : num_slices->second.item<std::int64_t>();
+  const bool is_ours =
+      its_slices == (is_sliced_ ? world_.size() : 1) && (!is_sliced_ || its == order_.latest());
+  if (!is_sliced_) order_.restore(its);
   lay_out_buckets();
   HookState of_hook;
   for (const auto& [name, tensor] : state) {
     if (name.starts_with(kOfHook)) of_hook[name.substr(kOfHook.size())] = tensor;
   }
   // If a new order was agreed and not yet used, what was kept is void, as it was in that run.
-  const bool is_laid_out = state.at(kIsLaidOut).item<std::int64_t>() != 0;
+  const bool is_laid_out = is_ours && state.at(kIsLaidOut).item<std::int64_t>() != 0;
   options_.hook->load_state(of_hook, is_laid_out ? epoch_ : epoch_ - 1);
 }
 

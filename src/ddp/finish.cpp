@@ -79,7 +79,7 @@ void Reducer::finish_posted() {
   } catch (...) {
     explain(std::current_exception(), "the last numbers of a step");
   }
-  numbers_.read_from(buckets_.control());
+  numbers_.read_from(buckets_.control_mean());
   if (numbers_.num_active() > 0) is_followed_ = numbers_.any(Flag::kFollowed);
   // Not while a rank without steps of its own is behind: it could not save.
   must_stop_ = numbers_.any(Flag::kStop) && !numbers_.any(Flag::kNeedsState);
@@ -102,8 +102,7 @@ void Reducer::finish_posted() {
     all_done = StepStats::Clock::now();
   } else {
     if (!buckets_.all().empty()) {
-      first_gradients_.compare(my_part(buckets_.all().front().flat), stats_.steps(), numbers_,
-                               world_);
+      first_gradients_.compare(my_means(buckets_.all().front()), stats_.steps(), numbers_, world_);
     }
     for (Bucket& bucket : buckets_.all()) scale(bucket);
     if (numbers_.any(Flag::kLate)) add_late();
@@ -149,7 +148,7 @@ void Reducer::end_step() {
   step_ = {};
   hook_comm_.end_step();
   num_local_ = 0;
-  if (shards_) shards_->set_local(false);
+  if (sharing()) sharing()->set_local(false);
 }
 
 void Reducer::wait_for_all() {
@@ -174,6 +173,7 @@ void Reducer::wait_for(Bucket& bucket) {
       }
     }
     keep_for_current_stream(bucket.flat);
+    if (is_sliced_) keep_for_current_stream(bucket.own);
     if (shares_gradients()) take_out(bucket);
   } catch (...) {
     explain(std::current_exception(), text_of(bucket));
@@ -222,14 +222,14 @@ void Reducer::find_scale() {
 }
 
 void Reducer::scale(Bucket& bucket) {
-  if (step_.scale != 1) my_part(bucket.flat).mul_(step_.scale);
+  if (step_.scale != 1) my_means(bucket).mul_(step_.scale);
 }
 
 // Gradients that came after their bucket was posted (a backward within backward, used twice) make a
 // second round, on all ranks.
 void Reducer::add_late() {
   for (Bucket& bucket : buckets_.all()) {
-    const at::Tensor more = at::zeros_like(bucket.flat);
+    const at::Tensor more = at::zeros_like(bucket.own);
     for (std::size_t i = 0; i < bucket.plan.slots.size(); ++i) {
       const Slot& slot = slots_[bucket.plan.slots[i]];
       if (!slot.is_late) continue;
@@ -250,7 +250,7 @@ void Reducer::add_late() {
     } catch (...) {
       explain(std::current_exception(), text_of(bucket));
     }
-    my_part(bucket.flat).add_(my_part(more), step_.scale);
+    my_means(bucket).add_(my_part(more), step_.scale);
   }
 }
 

@@ -15,6 +15,12 @@ namespace lockstep {
 
 using Flag = StepNumbers::Flag;
 
+namespace {
+
+constexpr const char* kGather = "all_gather";  // of parameters that ranks have updated in slices
+
+}  // namespace
+
 void Reducer::note_problem(const std::string& problem, ErrorKind kind) {
   if (!step_.problem.empty() || problem.empty()) return;
   step_.problem = problem;
@@ -24,14 +30,22 @@ void Reducer::note_problem(const std::string& problem, ErrorKind kind) {
 // A collective on a device may fail at any time, on this rank alone, also after the host has ended
 // its step: the others hear of it as of any other problem.
 void Reducer::note_failures() {
+  if (slices_) {
+    for (auto& work : slices_->take_works()) {
+      unfinished_.add(std::move(work), kGather, "parameters");
+    }
+  }
   if (const auto failure = unfinished_.take_failure()) {
-    note_failure(*failure, " after its backward() had returned, so its gradients were no means",
+    note_failure(*failure,
+                 failure->operation == kGather
+                     ? " after step() had returned, so this rank does not have all of them"
+                     : " after its backward() had returned, so its gradients were no means",
                  "\nLoad a checkpoint from before that step.");
   }
   for (const Bucket& bucket : buckets_.all()) {
     if (!bucket.work || !has_streams(bucket.flat.device()) || !bucket.work->isCompleted()) continue;
     if (const auto error = bucket.work->exception()) {
-      note_failure({error, "all_reduce", text_of(bucket)}, "", "");
+      note_failure({error, name_of_reduction(), text_of(bucket)}, "", "");
     }
   }
   for (const auto& work : hook_comm_.works_of_devices_) {
@@ -112,7 +126,7 @@ void Reducer::keep_unfinished() {
   const std::int64_t step = stats_.steps() - 1;  // it has been counted
   for (Bucket& bucket : buckets_.all()) {
     if (!bucket.work || !has_streams(bucket.flat.device())) continue;
-    unfinished_.add(std::exchange(bucket.work, {}), "all_reduce",
+    unfinished_.add(std::exchange(bucket.work, {}), name_of_reduction(),
                     text::format("{} of step {}", text_of(bucket), step));
   }
   for (auto& work : hook_comm_.take_works_of_devices()) {
@@ -124,7 +138,7 @@ void Reducer::keep_unfinished() {
 // No gradient of a step that failed may be taken for an averaged one.
 void Reducer::drop_step() {
   order_after_posted();
-  if (shares_gradients()) shards_->set_gradients({});  // their memory was written again
+  if (shares_gradients()) sharing()->set_gradients({});  // their memory was written again
   for (Slot& slot : slots_) {
     slot.own = at::Tensor();
     if (slot.is_sparse || buckets_.all()[slot.buckets.front()].is_posted) {
@@ -156,7 +170,7 @@ void Reducer::abort_devices() {
 std::string Reducer::text_of(const Bucket& bucket) const {
   const std::size_t index = static_cast<std::size_t>(&bucket - buckets_.all().data());
   const std::size_t more = bucket.plan.slots.size() - 1;
-  const auto kib = static_cast<double>(bucket.flat.nbytes()) / 1024;
+  const auto kib = static_cast<double>(bucket.own.nbytes()) / 1024;
   return text::format(
       "bucket {}{} ({}{}, {:.1f} {})", index, options_.name.empty() ? "" : " of " + options_.name,
       slots_[bucket.plan.slots.front()].name, more == 0 ? "" : text::format(" and {} more", more),
@@ -165,7 +179,7 @@ std::string Reducer::text_of(const Bucket& bucket) const {
 
 void Reducer::explain(std::exception_ptr error, const std::string& subject) {
   try {
-    rethrow_translated(error, world_.members(), world_.rank(), "all_reduce", subject);
+    rethrow_translated(error, world_.members(), world_.rank(), name_of_reduction(), subject);
   } catch (const Error& known) {
     const std::string half_done =
         step_.num_stepped == 0
@@ -175,13 +189,13 @@ void Reducer::explain(std::exception_ptr error, const std::string& subject) {
                   "(DdpOptions::optimizer): go on from a checkpoint.",
                   step_.num_stepped, buckets_.all().size());
     drop_failed_step(known.kind());
-    throw_error(
-        known.kind(),
-        {.rank = world_.global_rank(),
-         .peer = known.peer(),
-         .step = stats_.steps(),
-         .operation = operation()},
-        text::format("all_reduce of {} failed.\n{}{}", subject, known.message(), half_done));
+    throw_error(known.kind(),
+                {.rank = world_.global_rank(),
+                 .peer = known.peer(),
+                 .step = stats_.steps(),
+                 .operation = operation()},
+                text::format("{} of {} failed.\n{}{}", name_of_reduction(), subject,
+                             known.message(), half_done));
   }
 }
 

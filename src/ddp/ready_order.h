@@ -24,6 +24,12 @@ class ReadyOrder {
   // After the first step: agrees on rank 0's order. Collective.
   void agree(const World& world, const std::vector<Slot>& slots);
 
+  // The first order stays.
+  void keep() {
+    ready_ = {};
+    is_agreed_ = true;
+  }
+
   // An order to be used from the next backward on, once; empty: none.
   const std::vector<std::size_t>& next() const { return next_; }
   void is_used() { used_ = std::exchange(next_, {}); }

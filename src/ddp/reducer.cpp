@@ -92,9 +92,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   weighs_first_ = options_.hook || std::ranges::any_of(slots_, [](const Slot& slot) {
                     return slot.shape.type == at::kHalf;
                   });
-  are_numbers_apart_ =
-      options_.hook || options_.optimizer != nullptr || options_.shard == Shard::kGradients ||
-      std::ranges::any_of(slots_, [](const Slot& slot) { return has_streams(slot.shape.device); });
+  are_numbers_apart_ = options_.hook || options_.optimizer != nullptr || has_devices();
   has_buffers_ = !watch_.buffers().empty();
   if (world_.size() > 1) take_state_from(0, !has_same_tensors(world_, parameters));
   if (is_alone()) return;
@@ -195,7 +193,13 @@ void Reducer::on_gradient(std::size_t index) {
       slot.is_late = true;
       return;
     }
-    if (!shares_gradients()) move_in(slot);
+    if (!shares_gradients()) {
+      move_in(slot);
+    } else {
+      for (const std::size_t one : slot.buckets) {
+        buckets_.all()[one].writers.note(slot.shape.device);
+      }
+    }
     if (!slot.has_fired) {
       for (const std::size_t one : slot.buckets) --buckets_.all()[one].num_pending;
     }
@@ -223,7 +227,7 @@ void Reducer::begin_backward(bool is_in_engine) {
   begin_step(is_local ? Phase::kLocal : Phase::kSynchronised);
   step_.task = task;
   note_problem(change);
-  if (shards_ && step_.phase == Phase::kSynchronised) note_misuse_of_shards();
+  if (sharing() && step_.phase == Phase::kSynchronised) note_misuse_of_shards();
 }
 
 // Everything is as if nothing of this step had happened, and in the layout agreed last.
@@ -262,7 +266,7 @@ void Reducer::begin_step(Phase phase) {
                      "backward().",
                      options_.hook->text()));
   }
-  if (needs_state_ && shards_) {
+  if (needs_state_ && sharing()) {
     note_problem(
         "join() was called without a step, and this rank updates a part of the parameters "
         "(DdpOptions::shard).\nGive it what the program does after backward().");
@@ -275,10 +279,12 @@ void Reducer::lay_out_buckets() {
   std::vector<SlotShape> shapes;
   for (const Slot& slot : slots_) shapes.push_back(slot.shape);
   // Where a bucket's memory is used again, no tensor makes it much larger than it should be.
-  const auto plans =
-      plan_buckets(shapes, order_.next(),
-                   {options_.bucket_bytes, options_.first_bucket_bytes,
-                    shares_gradients() ? std::max<std::size_t>(options_.bucket_bytes / 8, 1) : 0});
+  const auto plans = plan_buckets(
+      shapes, order_.next(),
+      {.bucket_bytes = options_.bucket_bytes,
+       .first_bucket_bytes = options_.first_bucket_bytes,
+       .part_bytes = shares_gradients() ? std::max<std::size_t>(options_.bucket_bytes / 8, 1) : 0,
+       .num_slices = is_sliced_ ? world_.size() : 1});
   buckets_.lay_out(plans, slots_, numbers_.count(), are_numbers_apart_);
   order_.is_used();  // not before: there may have been no memory
   ++epoch_;
@@ -291,7 +297,7 @@ void Reducer::end_backward() {
   if (step_.phase == Phase::kLocal) {
     step_ = {};
     ++num_local_;
-    if (shards_) shards_->set_local(true);
+    if (sharing()) sharing()->set_local(true);
     ModelWatch::take_fingerprints(slots_);
     return;
   }

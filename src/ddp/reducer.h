@@ -20,6 +20,7 @@
 #include "ddp/model_watch.h"
 #include "ddp/ready_order.h"
 #include "ddp/shards.h"
+#include "ddp/slices.h"
 #include "ddp/step_numbers.h"
 #include "ddp/step_stats.h"
 #include "ddp/streams.h"
@@ -139,10 +140,17 @@ class Reducer {
 
   // sharded_post.cpp: DdpOptions::shard.
   bool shares_gradients() const LOCKSTEP_REQUIRES(mutex_) {
-    return shards_ && options_.shard == Shard::kGradients;
+    return (shards_ || is_sliced_) && options_.shard == Shard::kGradients;
+  }
+  Sharing* sharing() const LOCKSTEP_REQUIRES(mutex_) {
+    return shards_ ? static_cast<Sharing*>(shards_.get()) : slices_.get();
   }
   void check_shard() LOCKSTEP_REQUIRES(mutex_);
   void share_memory() LOCKSTEP_REQUIRES(mutex_);
+  bool has_devices() const LOCKSTEP_REQUIRES(mutex_);
+  void cut_slices() LOCKSTEP_REQUIRES(mutex_);
+  static void leave_slices(const std::vector<NamedTensor>& parameters);
+  std::vector<NamedTensor> trained() const LOCKSTEP_REQUIRES(mutex_);
   void unshare() LOCKSTEP_REQUIRES(mutex_);
   void note_misuse_of_shards() LOCKSTEP_REQUIRES(mutex_);
   bool keep_own(Slot& slot) LOCKSTEP_REQUIRES(mutex_);
@@ -151,6 +159,9 @@ class Reducer {
   c10::intrusive_ptr<c10d::Work> start_shared_mean(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void take_out(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   at::Tensor my_part(const at::Tensor& flat) const LOCKSTEP_REQUIRES(mutex_);
+  at::Tensor my_means(const Bucket& bucket) const LOCKSTEP_REQUIRES(mutex_) {
+    return is_sliced_ ? bucket.flat : my_part(bucket.flat);
+  }
   static at::Tensor flat_of(const Slot& slot, const at::Tensor& gradient);
   void hand_out_shared() LOCKSTEP_REQUIRES(mutex_);
 
@@ -188,6 +199,9 @@ class Reducer {
   void drop_failed_step(ErrorKind kind) LOCKSTEP_REQUIRES(mutex_);
   void abort_devices() LOCKSTEP_REQUIRES(mutex_);
   std::string text_of(const Bucket& bucket) const LOCKSTEP_REQUIRES(mutex_);
+  const char* name_of_reduction() const LOCKSTEP_REQUIRES(mutex_) {
+    return is_sliced_ && shares_gradients() ? "reduce_scatter" : "all_reduce";
+  }
   // `subject` is what was all-reduced.
   [[noreturn]] void explain(std::exception_ptr error, const std::string& subject)
       LOCKSTEP_REQUIRES(mutex_);
@@ -223,6 +237,8 @@ class Reducer {
   std::vector<Slot> slots_ LOCKSTEP_GUARDED_BY(mutex_);
   Buckets buckets_ LOCKSTEP_GUARDED_BY(mutex_);
   std::shared_ptr<Shards> shards_ LOCKSTEP_GUARDED_BY(mutex_);  // null: nothing is shared
+  std::shared_ptr<Slices> slices_ LOCKSTEP_GUARDED_BY(mutex_);  // the same, on devices
+  bool is_sliced_ LOCKSTEP_GUARDED_BY(mutex_) = false;          // they are there, or being made
   bool reduces_once_ LOCKSTEP_GUARDED_BY(mutex_) = false;       // the engine writes the mean once
   ReadyOrder order_ LOCKSTEP_GUARDED_BY(mutex_);
   StepNumbers numbers_ LOCKSTEP_GUARDED_BY(mutex_);

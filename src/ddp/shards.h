@@ -8,21 +8,18 @@
 // Threading: the thread that trains.
 #pragma once
 
-#include <lockstep/ddp.h>
 #include <sys/types.h>
 
-#include <array>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
+#include "ddp/sharing.h"
 #include "shm/claims.h"
 
 namespace lockstep {
@@ -37,7 +34,7 @@ struct TensorPiece {
   at::Tensor of(const at::Tensor& tensor) const;
 };
 
-class Shards : public std::enable_shared_from_this<Shards> {
+class Shards final : public Sharing {
  public:
   // A piece begins at a multiple of its size from the beginning of its tensor: what kernels do at
   // the end of a tensor, where elements do not fill a vector, then falls on the same elements as if
@@ -50,20 +47,19 @@ class Shards : public std::enable_shared_from_this<Shards> {
   // ranks, of parameters that cannot be moved.
   static std::shared_ptr<Shards> place(const World& world, const std::vector<NamedTensor>& trained,
                                        const std::vector<NamedTensor>& frozen);
-  // The one that has this parameter; null if it is nobody's. Throws: UsageError if the wrapper has
-  // gone.
-  static std::shared_ptr<Shards> of(const at::Tensor& parameter);
+  // As Sharing::of(), null also if it is on a device.
+  static std::shared_ptr<Shards> of(const at::Tensor& parameter) {
+    return std::dynamic_pointer_cast<Shards>(Sharing::of(parameter));
+  }
+  // Whether a tensor is in memory that the ranks of a host share.
+  static bool is_placed(const at::Tensor& tensor);
   // The one whose memory this tensor is in, parameter or state; null if it is nobody's any more.
   static std::shared_ptr<Shards> holder_of(const at::Tensor& tensor);
   // Whether this rank does for the host what need be done once to such a tensor: each rank has
   // about as many bytes.
   bool is_mine(const at::Tensor& tensor) const;
 
-  const World& host() const { return host_; }
-  std::size_t size() const { return trained_.size(); }  // parameters that are trained
-  const std::string& name_of(std::size_t slot) const { return trained_[slot].name; }
-  std::optional<std::size_t> find(const at::Tensor& parameter) const;  // nothing: it is frozen
-  std::size_t slot_of(const at::Tensor& parameter) const { return *find(parameter); }
+  const World& host() const { return ranks(); }
 
   // A tensor like the parameter, of another type maybe, that all ranks share: each name is memory
   // for all parameters of a type. Zero at first. The first call for a name is collective on the
@@ -73,38 +69,6 @@ class Shards : public std::enable_shared_from_this<Shards> {
   // Whether a tensor is what state() returns.
   bool is_state(const at::Tensor& tensor, const std::string& name, std::size_t slot,
                 at::ScalarType type) const;
-
-  // Whose states of a slot these are: the optimizer with that token. Null: there are none, or it is
-  // gone.
-  void set_keeper(std::size_t slot, const std::shared_ptr<int>& token) { keepers_[slot] = token; }
-  std::shared_ptr<int> keeper_of(std::size_t slot) const;
-
-  // The means of the last backward, by slot, that no step has used yet; undefined: there is none.
-  void set_gradients(std::vector<at::Tensor> gradients);
-  at::Tensor gradient(std::size_t slot) const {
-    return gradients_.empty() ? at::Tensor() : gradients_[slot];
-  }
-  // A step has used these; another optimizer may have the rest.
-  void drop_gradients(const std::vector<std::size_t>& slots);
-  // Whether the gradients in .grad are this rank's own: a local backward was the last.
-  void set_local(bool are_local) { are_local_ = are_local; }
-  bool are_local() const { return are_local_; }
-  bool has_unused_gradients() const { return !gradients_.empty() && !is_used_; }
-  // The mean of a parameter that is nowhere else; undefined: there is none, or it is in .grad.
-  static at::Tensor gradient_of(const at::Tensor& parameter);
-
-  // What all ranks of a host do to gradients that they share, each to its part. Collective on the
-  // hosts of `parameters`, for all that gradient_of() has. `change` gets parts, and may return a
-  // number; the result is the largest one of all ranks, 0 without any.
-  static double change_gradients(
-      const std::vector<at::Tensor>& parameters,
-      const std::function<double(const std::vector<at::Tensor>& parts)>& change);
-  // Whether the ranks of each host that shares such gradients have the same number.
-  static bool is_same_on_hosts(const std::vector<at::Tensor>& parameters, double number);
-  // Of each such gradient, in the order of `parameters`, a number that one rank finds out.
-  static std::vector<double> measure_gradients(
-      const std::vector<at::Tensor>& parameters,
-      const std::function<std::vector<double>(const std::vector<at::Tensor>& some)>& measure);
 
   static std::vector<TensorPiece> cut(const std::vector<at::Tensor>& tensors,
                                       std::int64_t piece = kPieceElements);
@@ -135,8 +99,8 @@ class Shards : public std::enable_shared_from_this<Shards> {
   // and all states of living optimizers are among them, they are torn no more; else they are if
   // they `were_torn`.
   void note_loaded(const std::vector<at::Tensor>& tensors, bool were_torn);
-  // The text of an error if a parameter was written by others, or is not in shared memory any more.
-  std::string find_foreign_change() const;
+  // A parameter was written by others, or is not in shared memory any more.
+  std::string find_foreign_change() const override;
   // Throws: UsageError if the parameters are torn, or this is a forked child.
   void check_usable() const;
   // Whether a tensor is in memory that is torn, also if nobody has wrapped it any more.
@@ -164,8 +128,7 @@ class Shards : public std::enable_shared_from_this<Shards> {
 
   static std::shared_ptr<Shards> find_same(const std::vector<NamedTensor>& trained,
                                            const std::vector<NamedTensor>& frozen);
-  explicit Shards(World host) : host_(std::move(host)) {}
-  void go_on_in(const World& host);
+  explicit Shards(World host) : Sharing(std::move(host)) {}
   bool is_at_place(const Slot& slot) const;
   void lay_out(const std::vector<NamedTensor>& trained, const std::vector<NamedTensor>& frozen);
   void make_record();
@@ -175,30 +138,18 @@ class Shards : public std::enable_shared_from_this<Shards> {
   void note_written();
   const at::Tensor& memory(const Key& key);
   static at::Tensor view(const at::Tensor& memory, const Slot& slot);
-  // Three numbers of each rank of the host, by rank. As World::all_gather, in half the time.
-  using Numbers = std::array<std::int64_t, 3>;
-  std::vector<Numbers> gather(const Numbers& mine);
-  [[noreturn]] void explain(std::exception_ptr error);
+  [[noreturn]] void explain(std::exception_ptr error) override;
   std::string what_became();
 
-  World host_;
   pid_t process_ = 0;
   std::vector<Slot> trained_;
   std::vector<Slot> frozen_;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> slots_;
   std::map<at::ScalarType, std::int64_t> num_trained_;  // elements
   std::map<at::ScalarType, std::int64_t> num_all_;
   std::map<Key, at::Tensor> memory_;
   std::shared_ptr<Record> record_;  // who has the memory of a parameter has this, too
-  at::Tensor said_ = {};            // gather(): this rank's
-  at::Tensor heard_ = {};           // all ranks'
   std::size_t num_pieces_ = 0;
-  std::uint64_t num_updates_ = 0;                      // begun
-  std::map<std::size_t, std::weak_ptr<int>> keepers_;  // by slot
-  std::vector<at::Tensor> gradients_;
   bool is_completed_ = false;
-  bool is_used_ = false;  // some of them, by a step
-  bool are_local_ = false;
 };
 
 }  // namespace lockstep

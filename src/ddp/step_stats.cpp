@@ -15,7 +15,7 @@ void StepStats::set_buckets(const std::vector<Bucket>& buckets) {
   stats_.buckets = static_cast<int>(buckets.size());
   stats_.bytes = 0;
   for (const Bucket& bucket : buckets) {
-    stats_.bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
+    stats_.bytes += static_cast<std::int64_t>(bucket.own.nbytes());
   }
 }
 

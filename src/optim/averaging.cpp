@@ -16,6 +16,7 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "ddp/shards.h"
+#include "ddp/slices.h"
 #include "world/each_once.h"
 #include "world/exchange.h"
 #include "world/host_memory.h"
@@ -69,8 +70,8 @@ WeightAverage::WeightAverage(std::vector<NamedTensor> parameters, const Averagin
 }
 
 void WeightAverage::update() {
-  refuse_if_applied("update");
   const at::NoGradGuard no_grad;
+  if (is_applied()) refuse_together();
   const double share = options_.rule == AverageRule::kEqual
                            ? 1 / static_cast<double>(num_updates_ + 1)
                            : 1 - options_.decay;
@@ -95,6 +96,21 @@ void WeightAverage::update() {
   if (!averages.empty()) at::_foreach_lerp_(averages, weights, share);
   if (!shared.empty()) update_shared(shared, share);
   ++num_updates_;
+}
+
+// Other ranks wait for this one where they share a model: they are told.
+void WeightAverage::refuse_together() const {
+  std::shared_ptr<Shards> shards;
+  for (const at::Tensor& one : kept_) {
+    if (!shards) shards = Shards::holder_of(one);
+  }
+  try {
+    refuse_if_applied("update");
+  } catch (...) {
+    if (!shards) throw;
+    shards->begin_update(
+        0, 0, [] { return std::vector<std::string>(); }, std::current_exception());
+  }
 }
 
 // Of parameters that the ranks of a host share: the averages are theirs together as well.
@@ -138,7 +154,13 @@ void WeightAverage::update_shared(const std::vector<std::size_t>& places, double
   } catch (...) {
     failure = std::current_exception();
   }
-  shards->end_update(failure, {});
+  try {
+    shards->end_update(failure, {});
+  } catch (...) {
+    // A rank was lost, and the others have done what it had to do.
+    if (shards->is_completed_by_others() && others.empty()) ++num_updates_;
+    throw;
+  }
   if (!others.empty()) update_shared(others, share);
 }
 
@@ -147,6 +169,11 @@ at::Tensor WeightAverage::weights_of(const at::Tensor& source) const {
   // Nobody but an optimizer writes to shared parameters, so their bits need no look.
   const at::Tensor master =
       Shards::of(source) ? masters_->master_since_write(source) : masters_->master_of(source);
+  if (Slices::is_slice(master)) {
+    throw UsageError({.operation = "WeightAverage::update"},
+                     "Each rank has a part of the master weights (DdpOptions::shard on devices).\n"
+                     "Average the parameters: leave out the optimizer, or use Shard::kNone.");
+  }
   return master.defined() ? master : source.detach();
 }
 

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/text.h"
+#include "ddp/slices.h"
 
 namespace lockstep::optim {
 namespace {
@@ -60,8 +61,8 @@ at::Tensor MasterWeights::master_since_write(const at::Tensor& parameter) const 
 }
 
 void MasterWeights::set_master(const at::Tensor& parameter, const at::Tensor& master) {
-  if (!is_16_bit(parameter) || master.scalar_type() != at::kFloat ||
-      master.sizes() != parameter.sizes()) {
+  const bool fits = master.sizes() == parameter.sizes() || Slices::is_slice(master);
+  if (!is_16_bit(parameter) || master.scalar_type() != at::kFloat || !fits) {
     throw UsageError(
         {.operation = "set_master"},
         text::format("The parameter is {} {}, the master weights are {} {}.\nGive f32 "

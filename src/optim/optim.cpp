@@ -13,7 +13,7 @@
 #include <tuple>
 
 #include "base/text.h"
-#include "ddp/shards.h"
+#include "ddp/sharing.h"
 
 namespace lockstep::optim {
 namespace {
@@ -219,11 +219,13 @@ at::Tensor clip_grad_norm_async(const std::vector<at::Tensor>& parameters, doubl
   check_max_norm(max_norm);
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
+  bool is_shared = false;
   for (const at::Tensor& parameter : parameters) {
     if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+    is_shared |= shared_gradient_of(parameter).defined();
   }
   const bool is_on_device =
-      !gradients.empty() && !gradients.front().is_cpu() &&
+      !is_shared && !gradients.empty() && !gradients.front().is_cpu() &&
       std::ranges::all_of(gradients, [&](const at::Tensor& one) {
         return one.device() == gradients.front().device() && one.layout() == at::kStrided;
       });
@@ -241,33 +243,35 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;  // in the order of parameters, so that the sum is the same
   std::vector<at::Tensor> own;
+  std::vector<at::IntArrayRef> shapes;
   for (const at::Tensor& parameter : parameters) {
-    const at::Tensor shared = Shards::gradient_of(parameter);
+    const at::Tensor shared = shared_gradient_of(parameter);
     if (parameter.grad().defined()) own.push_back(parameter.grad());
     if (shared.defined() || parameter.grad().defined()) {
       gradients.push_back(shared.defined() ? shared : parameter.grad());
+      shapes.push_back(parameter.sizes());
     }
   }
   if (gradients.empty()) return 0;
   const std::vector<double> own_norms = own.empty() ? std::vector<double>() : norms_of(own);
-  const std::vector<double> shared_norms = Shards::measure_gradients(parameters, norms_of);
+  const std::vector<double> shared_norms = norms_of_shared_gradients(parameters, norms_of);
   double squares = 0;
+  std::size_t first = gradients.size();  // that is not finite
   for (std::size_t i = 0, k = 0; i + k < gradients.size();) {
     const bool is_own = i < own.size() && gradients[i + k].is_same(own[i]);
+    const std::size_t place = i + k;
     const double value = is_own ? own_norms[i++] : shared_norms[k++];
     squares += value * value;
+    if (!std::isfinite(value)) first = std::min(first, place);
   }
   const double total = std::sqrt(squares);
-  if (!own.empty() && !shared_norms.empty() && !Shards::is_same_on_hosts(parameters, total)) {
+  if (!own.empty() && !shared_norms.empty() && !is_same_where_shared(parameters, total)) {
     throw UsageError({.operation = "clip_grad_norm"},
-                     "The norm of the gradients is not the same on all ranks of a host, which "
-                     "share some of them.\nClip gradients that are not averaged on their own.");
+                     "The norm of the gradients is not the same on all ranks that share some of "
+                     "them.\nClip gradients that are not averaged on their own.");
   }
   if (must_be_finite && !std::isfinite(total)) {
-    std::size_t first = 0;
-    while (first + 1 < gradients.size() && at::isfinite(gradients[first]).all().item<bool>()) {
-      ++first;
-    }
+    first = std::min(first, gradients.size() - 1);
     throw UsageError(
         {.operation = "clip_grad_norm"},
         text::format(
@@ -275,12 +279,12 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
             "is number {}, of shape {}.\nLower the learning rate, look for bad samples, or "
             "use GradScaler with fp16. DdpOptions::check_finite names the rank and the "
             "parameter that they come from.",
-            total, gradients.size(), first, c10::str(gradients[first].sizes())));
+            total, gradients.size(), first, c10::str(shapes[first])));
   }
   const double scale = max_norm / (total + kLittle);
   if (!(scale < 1)) return total;
   if (!own.empty()) at::_foreach_mul_(own, scale);
-  Shards::change_gradients(parameters, [&](const std::vector<at::Tensor>& parts) {
+  change_shared_gradients(parameters, [&](const std::vector<at::Tensor>& parts) {
     at::_foreach_mul_(parts, scale);
     return 0.0;
   });

@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "ddp/shards.h"
+#include "ddp/sharing.h"
 #include "world/exchange.h"
 #include "world/packed.h"
 
@@ -49,10 +49,10 @@ void average(torch::optim::Optimizer& optimizer, const World& world, bool averag
     for (const at::Tensor& parameter : group.params()) {
       // Whether or not it has a gradient now: it may have had one since the last average.
       if (!parameter.requires_grad()) continue;
-      if (Shards::of(parameter)) {
+      if (Sharing::of(parameter)) {
         throw UsageError({.rank = world.global_rank(), .operation = "averaging of weights"},
-                         "The ranks of a host share the parameters (DdpOptions::shard): there are "
-                         "no replicas to average.\nUse Shard::kNone with averagers.");
+                         "Ranks share the model (DdpOptions::shard): there are no replicas to "
+                         "average.\nUse Shard::kNone with averagers.");
       }
       // Made where there is none: a rank without one would average another type than the others.
       const at::Tensor master = masters ? masters->master_for(parameter) : at::Tensor();

@@ -1,5 +1,6 @@
 // The step of optim::Sharded. What an optimizer does to a tensor, it does to each piece of it: an
-// optimizer of the same type, with one parameter, is given one piece after the other.
+// optimizer of the same type is given one piece after the other, as its parameter. In the memory of
+// a host ranks share out the pieces; on devices each has its slices.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -9,14 +10,13 @@
 #include <lockstep/sharded.h>
 
 #include <algorithm>
-#include <map>
 #include <string>
 #include <string_view>
 
 #include "base/hash.h"
 #include "base/text.h"
-#include "ddp/shards.h"
 #include "optim/kinds.h"
+#include "optim/sharded_parts.h"
 #include "world/host_memory.h"
 
 namespace lockstep::optim::detail {
@@ -43,88 +43,28 @@ bool is_in(const at::Tensor& held, const at::Tensor& place) {
 
 class ShardedStep::Impl {
  public:
-  // A parameter that is updated in this step.
-  struct Use {
-    at::Tensor parameter;
-    at::Tensor gradient = {};
-    std::size_t group = 0;
-    std::size_t slot = 0;
-    bool is_sparse = false;
-    bool has_master = false;                        // an f32 copy is what is updated
-    std::map<std::string, at::Tensor> states = {};  // whole, in shared memory
-  };
-
-  // Those of one model that is shared.
-  struct Model {
-    std::shared_ptr<Shards> shards;
-    std::vector<Use> uses = {};
-    std::vector<std::size_t> seen = {};  // slots, with or without a gradient
-    std::exception_ptr failure = {};     // why this rank cannot step
-  };
-
-  struct Part {
-    const Use* use = nullptr;
-    TensorPiece tensor;  // of the parameter; all of it if the gradient is sparse
-
-    at::Tensor of(const at::Tensor& whole) const {
-      return use->is_sparse ? whole.detach() : tensor.of(whole);
-    }
-  };
-  // What one rank updates at once: a part of a large tensor, or small ones of a group together.
-  using Piece = std::vector<Part>;
-
-  // A thread's own optimizer for each group, with as many parameters as a piece has needed.
-  class Lane {
-   public:
-    // An optimizer keeps the master weights of a parameter: those without have one of their own.
-    void make_inner(Make make, const Use& use, const torch::optim::OptimizerOptions& options) {
-      auto& found = inner_[{use.group, use.has_master}];
-      if (!found) found = make(at::empty({0}).set_requires_grad(true), options);
-    }
-    Optimizer& inner(const Use& use) const { return *inner_.at({use.group, use.has_master}); }
-    static at::Tensor& proxy(Optimizer& inner, std::size_t index) {
-      auto& all = inner.param_groups()[0].params();
-      while (all.size() <= index) all.push_back(at::empty({0}).set_requires_grad(true));
-      return all[index];
-    }
-
-   private:
-    std::map<std::pair<std::size_t, bool>, std::unique_ptr<Optimizer>> inner_;
-  };
-
   explicit Impl(Make make) : make_(make) {}
 
-  // In the order of parameters, which is the same on all ranks.
-  std::vector<Model> find_models(Optimizer& optimizer, bool* has_others) {
-    std::vector<Model> models;
-    for (std::size_t group = 0; group < optimizer.param_groups().size(); ++group) {
-      for (const at::Tensor& parameter : optimizer.param_groups()[group].params()) {
-        const auto shards = Shards::of(parameter);
-        *has_others |= !shards;
-        if (!shards) continue;
-        auto found = std::ranges::find(models, shards, &Model::shards);
-        if (found == models.end()) found = models.insert(models.end(), Model{.shards = shards});
-        const auto slot = shards->find(parameter);
-        if (!slot) continue;  // it is frozen
-        Use use{.parameter = parameter, .group = group, .slot = *slot};
-        const auto keeper = shards->keeper_of(*slot);
-        if ((keeper && keeper != token_) ||
-            std::ranges::find(found->seen, *slot) != found->seen.end()) {
-          found->failure = std::make_exception_ptr(UsageError(
-              {.rank = shards->host().global_rank(), .operation = "optimizer step"},
-              text::format("The parameter {} is in two optimizers, or twice in one, and the ranks "
-                           "of a host share what an optimizer keeps of it.\nGive it to one.",
-                           shards->name_of(*slot))));
-          continue;
-        }
-        found->seen.push_back(*slot);
-        use.gradient = parameter.grad().defined() ? parameter.grad() : shards->gradient(use.slot);
-        if (!use.gradient.defined()) continue;
-        use.is_sparse = use.gradient.layout() != at::kStrided;
-        found->uses.push_back(std::move(use));
-      }
+  const std::shared_ptr<int>& token() const { return token_; }
+
+  // Slices of a wrapper that has gone are not put together here: other ranks may not be in this
+  // step.
+  template <typename Kind>
+  static void refuse_slices(Optimizer& optimizer, const at::Tensor& parameter, int rank) {
+    const auto* const masters = dynamic_cast<const MasterWeights*>(&optimizer);
+    bool has_slices =
+        masters != nullptr && Slices::is_slice(masters->master_since_write(parameter));
+    if (auto* const state = state_of<Kind>(optimizer, parameter)) {
+      Kind::tensors(*state, [&](const char*, const at::Tensor& held) {
+        has_slices |= Slices::is_slice(held);
+      });
     }
-    return models;
+    if (!has_slices) return;
+    throw UsageError(
+        {.rank = rank, .operation = "optimizer step"},
+        "The optimizer has a part of what it keeps: the model was wrapped with "
+        "DdpOptions::shard on a device, and is not any more.\nSave a checkpoint before "
+        "the wrapper ends, and load it afterwards.");
   }
 
   // Of a parameter that was shared until now: others may still use these.
@@ -132,6 +72,7 @@ class ShardedStep::Impl {
   static void keep_own_states(Optimizer& optimizer, const at::Tensor& parameter) {
     auto* const state = state_of<Kind>(optimizer, parameter);
     if (state == nullptr) return;
+    refuse_slices<Kind>(optimizer, parameter, -1);
     Kind::tensors(*state, [](const char*, at::Tensor& held) {
       if (use_of(held) != nullptr) held = held.clone();
     });
@@ -145,10 +86,38 @@ class ShardedStep::Impl {
     } catch (...) {
       if (!model.failure) model.failure = std::current_exception();
     }
-    const std::vector<Piece> pieces = cut(model);
+    if (model.slices) {
+      step_slices<Kind>(optimizer, model);
+    } else {
+      step_shards<Kind>(optimizer, model);
+    }
+  }
+
+ private:
+  template <typename Kind>
+  void step_slices(Optimizer& optimizer, Model& model) {
+    model.slices->begin_update(
+        hash_of<Kind>(optimizer, model), [&] { return describe<Kind>(optimizer, model); },
+        model.failure);
+    std::exception_ptr failure;
+    try {
+      place_states<Kind>(optimizer, model);
+      for (const Piece& piece : slices_of(model)) update<Kind>(optimizer, lanes_.front(), piece);
+    } catch (...) {
+      failure = std::current_exception();
+      lanes_.clear();
+    }
+    const std::vector<std::size_t> written = slots_of(model);
+    model.slices->end_update(failure, written);
+    model.slices->drop_gradients(written);
+    take_states<Kind>(optimizer, model);
+  }
+
+  template <typename Kind>
+  void step_shards(Optimizer& optimizer, Model& model) {
+    const std::vector<Piece> pieces = cut_pieces(model);
     const auto lines = [&] { return describe<Kind>(optimizer, model); };
-    std::vector<std::size_t> written;
-    for (const Use& use : model.uses) written.push_back(use.slot);
+    const std::vector<std::size_t> written = slots_of(model);
     try {
       model.shards->begin_update(pieces.size(), hash_of<Kind>(optimizer, model), lines,
                                  model.failure);
@@ -171,34 +140,6 @@ class ShardedStep::Impl {
     take_states<Kind>(optimizer, model);
   }
 
- private:
-  // The same on all ranks, and one or more for each: large tensors are cut, small ones are put
-  // together.
-  static std::vector<Piece> cut(const Model& model) {
-    std::int64_t all = 0;
-    for (const Use& use : model.uses) all += use.parameter.numel();
-    const std::int64_t enough = Shards::piece_for(all / model.shards->host().size());
-    std::vector<Piece> pieces;
-    std::int64_t last = 0;  // elements of the last piece
-    const auto add = [&](const Use& use, TensorPiece tensor) {
-      const bool fits = !pieces.empty() && last + tensor.count <= enough && !use.is_sparse &&
-                        !pieces.back().front().use->is_sparse &&
-                        pieces.back().front().use->group == use.group &&
-                        pieces.back().front().use->has_master == use.has_master;
-      if (!fits) pieces.emplace_back();
-      last = (fits ? last : 0) + tensor.count;
-      pieces.back().push_back({&use, std::move(tensor)});
-    };
-    for (const Use& use : model.uses) {
-      if (use.is_sparse) {
-        add(use, {use.parameter, 0, use.parameter.numel()});
-        continue;
-      }
-      for (TensorPiece& one : Shards::cut({use.parameter}, enough)) add(use, std::move(one));
-    }
-    return pieces;
-  }
-
   template <typename Kind>
   static const typename Kind::Options& options_of(Optimizer& optimizer, const Use& use) {
     return static_cast<const typename Kind::Options&>(
@@ -214,23 +155,26 @@ class ShardedStep::Impl {
 
   template <typename Kind>
   void prepare(Optimizer& optimizer, Model& model) {
-    if (model.shards->are_local()) {
-      throw UsageError({.rank = model.shards->host().global_rank(), .operation = "optimizer step"},
-                       "The last backward() was local (no_sync() or accumulate()), and the ranks "
-                       "of a host share the parameters.\nStep only after a synchronised backward.");
+    const int rank = model.sharing->ranks().global_rank();
+    if (model.sharing->are_local()) {
+      throw UsageError({.rank = rank, .operation = "optimizer step"},
+                       "The last backward() was local (no_sync() or accumulate()), and ranks "
+                       "share the parameters.\nStep only after a synchronised backward.");
     }
-    lanes_.resize(static_cast<std::size_t>(at::get_num_threads()));
+    const auto num_lanes = model.slices ? 1 : static_cast<std::size_t>(at::get_num_threads());
+    if (lanes_.size() < num_lanes) lanes_.resize(num_lanes);
     const auto* const masters = dynamic_cast<const MasterWeights*>(&optimizer);
     for (Use& use : model.uses) {
       const bool is_16_bit = use.parameter.element_size() == 2;
       use.has_master = masters != nullptr && masters->uses_master_weights() && is_16_bit;
+      if (!model.slices) refuse_slices<Kind>(optimizer, use.parameter, rank);
       // States from before the model was wrapped again.
       if (use.has_master && Shards::is_torn(master_of(optimizer, use))) {
-        Shards::throw_torn(model.shards->host().global_rank());
+        Shards::throw_torn(rank);
       }
       if (auto* const state = state_of<Kind>(optimizer, use.parameter)) {
         Kind::tensors(*state, [&](const char*, const at::Tensor& held) {
-          if (Shards::is_torn(held)) Shards::throw_torn(model.shards->host().global_rank());
+          if (Shards::is_torn(held)) Shards::throw_torn(rank);
         });
       }
       // With the options that the optimizer was made with: it took them.
@@ -242,16 +186,16 @@ class ShardedStep::Impl {
         }
       }
       if (!use.is_sparse) {
-        use.gradient = laid_out_as(use.parameter, use.gradient);
+        if (!use.is_slice_alone) use.gradient = laid_out_as(use.parameter, use.gradient);
         continue;
       }
       const std::string reason = why_not_sparse<Kind>(optimizer, use);
       if (reason.empty()) continue;
-      throw UsageError({.rank = model.shards->host().global_rank(), .operation = "optimizer step"},
+      throw UsageError({.rank = rank, .operation = "optimizer step"},
                        text::format("The gradient of {} is sparse, and {}.\nUse "
                                     "torch::optim::SGD without momentum and weight decay for it, "
                                     "or torch::optim::Adagrad.",
-                                    model.shards->name_of(use.slot), reason));
+                                    model.sharing->name_of(use.slot), reason));
     }
   }
 
@@ -276,10 +220,17 @@ class ShardedStep::Impl {
     return dynamic_cast<MasterWeights&>(optimizer).master_since_write(use.parameter);
   }
 
-  // Whether a state is where the ranks of the host share it.
+  // Whether a state is where the ranks of the host share it, or this rank's slice.
   static bool is_placed(const Model& model, const Use& use, const std::string& name,
                         const at::Tensor& held) {
-    return model.shards->is_state(held, name, use.slot, type_of_states(use));
+    const at::ScalarType type = type_of_states(use);
+    return model.slices ? model.slices->is_state(held, use.slot, type)
+                        : model.shards->is_state(held, name, use.slot, type);
+  }
+  static at::Tensor make_state(const Model& model, const Use& use, const std::string& name) {
+    const at::ScalarType type = type_of_states(use);
+    return model.slices ? model.slices->state(use.slot, type)
+                        : model.shards->state(name, use.slot, type);
   }
   static at::ScalarType type_of_states(const Use& use) {
     return use.has_master ? at::kFloat : use.parameter.scalar_type();
@@ -305,7 +256,9 @@ class ShardedStep::Impl {
       if (state == nullptr) continue;
       Kind::numbers(*state, add);
       Kind::tensors(*state, [&](const char* key, const at::Tensor& held) {
-        numbers.push_back(!held.defined() ? 0 : is_placed(model, use, key, held) ? 2 : 1);
+        const bool is_there = is_placed(model, use, key, held);
+        const int where = is_there ? 3 : Slices::is_slice(held) ? 2 : 1;
+        numbers.push_back(held.defined() ? where : 0);
       });
     }
     return hash_bytes(numbers.data(), numbers.size() * sizeof(double),
@@ -345,19 +298,18 @@ class ShardedStep::Impl {
     return lines;
   }
 
-  // All that a step keeps is in shared memory: what is not yet (it was loaded, or the optimizer was
-  // made with it) is moved there, a part by each rank.
+  // All that a step keeps is in shared memory, or in slices: what is not yet (it was loaded, or the
+  // optimizer was made with it) is moved there, a part by each rank.
   template <typename Kind>
   static void place_states(Optimizer& optimizer, Model& model) {
-    std::vector<std::pair<at::Tensor, at::Tensor>> moves;
+    std::vector<Move> moves;
     for (Use& use : model.uses) {
-      const at::ScalarType type = type_of_states(use);
       if (use.has_master) {
         const at::Tensor held = master_of(optimizer, use);
         const bool is_there = is_placed(model, use, kMaster, held);
-        use.states[kMaster] = is_there ? held : model.shards->state(kMaster, use.slot, type);
+        use.states[kMaster] = is_there ? held : make_state(model, use, kMaster);
         if (!is_there) {
-          moves.emplace_back(use.states[kMaster], held.defined() ? held : use.parameter);
+          moves.push_back({use.slot, use.states[kMaster], held.defined() ? held : use.parameter});
         }
       }
       auto* const state = state_of<Kind>(optimizer, use.parameter);
@@ -369,22 +321,29 @@ class ShardedStep::Impl {
           });
         }
         const bool is_there = is_placed(model, use, name, held);
-        use.states[name] = is_there ? held : model.shards->state(name, use.slot, type);
-        if (held.defined() && !is_there) {
-          moves.emplace_back(use.states[name], laid_out_as(use.parameter, held));
-        }
+        use.states[name] = is_there ? held : make_state(model, use, name);
+        if (held.defined() && !is_there) moves.push_back({use.slot, use.states[name], held});
       }
     }
     if (moves.empty()) return;
+    if (model.slices) {
+      for (const Move& move : moves) model.slices->fill(move.to, move.slot, move.from);
+      return;
+    }
     const World& host = model.shards->host();
     for (std::size_t i = 0; i < moves.size(); ++i) {
       const auto rank = static_cast<std::size_t>(host.rank());
       if (i % static_cast<std::size_t>(host.size()) == rank) {
-        moves[i].first.copy_(moves[i].second.detach());
+        moves[i].to.copy_(moves[i].from.detach());
       }
     }
     host.barrier();
   }
+  struct Move {
+    std::size_t slot = 0;
+    at::Tensor to;
+    at::Tensor from;
+  };
 
   template <typename Kind>
   void update(Optimizer& optimizer, Lane& lane, const Piece& piece) const {
@@ -405,11 +364,11 @@ class ShardedStep::Impl {
   static void give(Optimizer& optimizer, Optimizer& inner, at::Tensor& proxy, const Part& part) {
     const Use& use = *part.use;
     proxy.set_data(part.of(use.parameter));
-    proxy.mutable_grad() = use.is_sparse ? use.gradient : part.of(use.gradient);
+    proxy.mutable_grad() = part.of_gradient();
     if (use.has_master) {
       auto& masters = dynamic_cast<MasterWeights&>(inner);
       masters.use_master_weights();
-      masters.set_master(proxy, part.of(use.states.at(kMaster)));
+      masters.set_master(proxy, part.of_state(use.states.at(kMaster)));
     }
     const auto* const state = state_of<Kind>(optimizer, use.parameter);
     if (state == nullptr) {
@@ -420,7 +379,7 @@ class ShardedStep::Impl {
     Kind::tensors(*copy, [&](const char* key, at::Tensor& tensor) {
       const auto found = use.states.find(key);
       const bool is_kept = tensor.defined() && found != use.states.end();
-      tensor = is_kept ? part.of(found->second) : at::Tensor();
+      tensor = is_kept ? part.of_state(found->second) : at::Tensor();
     });
     inner.state()[proxy.unsafeGetTensorImpl()] = std::move(copy);
   }
@@ -445,7 +404,7 @@ class ShardedStep::Impl {
     proxy.mutable_grad() = at::Tensor();
     if (part.use->has_master) {  // it was made anew if the parameter was written meanwhile
       const at::Tensor master = dynamic_cast<MasterWeights&>(inner).master_since_write(proxy);
-      const at::Tensor place = part.of(part.use->states.at(kMaster));
+      const at::Tensor place = part.of_state(part.use->states.at(kMaster));
       if (!is_in(master, place)) place.copy_(master);
     }
     auto* const after = state_of<Kind>(inner, proxy);
@@ -453,7 +412,7 @@ class ShardedStep::Impl {
     Kind::tensors(*after, [&](const char* key, const at::Tensor& made) {
       const auto found = part.use->states.find(key);
       if (found == part.use->states.end() || !made.defined()) return;
-      const at::Tensor place = part.of(found->second);
+      const at::Tensor place = part.of_state(found->second);
       if (!is_in(made, place)) place.copy_(made);
     });
   }
@@ -462,7 +421,7 @@ class ShardedStep::Impl {
   template <typename Kind>
   void take_states(Optimizer& optimizer, Model& model) const {
     for (const Use& use : model.uses) {
-      model.shards->set_keeper(use.slot, token_);
+      model.sharing->set_keeper(use.slot, token_);
       if (use.has_master) {
         dynamic_cast<MasterWeights&>(optimizer).set_master(use.parameter, use.states.at(kMaster));
       }
@@ -500,8 +459,8 @@ at::Tensor ShardedStep::run(Optimizer& optimizer, const Optimizer::LossClosure& 
     loss = closure();
   }
   bool has_others = false;
-  std::vector<Impl::Model> models = impl_->find_models(optimizer, &has_others);
-  for (Impl::Model& model : models) {
+  std::vector<Model> models = find_models(optimizer, impl_->token(), &has_others);
+  for (Model& model : models) {
     with_kind(optimizer, [&](auto kind) { impl_->step<decltype(kind)>(optimizer, model); });
   }
   if (!has_others) return loss;
@@ -509,7 +468,7 @@ at::Tensor ShardedStep::run(Optimizer& optimizer, const Optimizer::LossClosure& 
   std::vector<std::pair<at::Tensor, at::Tensor>> kept;
   for (auto& group : optimizer.param_groups()) {
     for (at::Tensor& parameter : group.params()) {
-      if (use_of(parameter) != nullptr) {
+      if (Sharing::of(parameter)) {
         kept.emplace_back(parameter, std::exchange(parameter.mutable_grad(), at::Tensor()));
       } else if (parameter.grad().defined()) {
         with_kind(optimizer,

@@ -21,22 +21,13 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
+// MADV_POPULATE_WRITE, which older headers do not have: pages become resident, and an error says
+// that there is no room.
+constexpr int kPopulateWrite = 23;
+constexpr std::size_t kPage = 4096;
+
 // Taken in steps, so that what is taken is not counted as claimed for long.
 constexpr std::size_t kStepBytes = 64 << 20;
-
-void check_room(std::size_t bytes, const SegmentOptions& options) {
-  // The kernel would answer a larger demand by killing a process: ask before. Claims first, then
-  // limits: what another rank takes in between counts twice, rather than not at all.
-  std::map<std::uint64_t, double> claims;
-  if (options.claimed_by_others) claims = options.claimed_by_others();
-  for (const Limit& limit : memory_limits_here(options.system_root)) {
-    const double others = claims[limit.group];
-    if (static_cast<double>(bytes) + others <= limit.amount) continue;
-    std::string reason = text_of(limit);
-    if (others > 0) reason += text::format(", and other ranks are about to take {:.0f}", others);
-    throw_no_room(bytes, reason, ENOMEM);
-  }
-}
 
 void check_file_size(std::size_t bytes) {
   rlimit limit{};
@@ -93,6 +84,30 @@ std::vector<Limit> memory_limits_here(const std::string& system_root) {
   return limits;
 }
 
+void Segment::check_room(std::size_t bytes, const SegmentOptions& options) {
+  // The kernel would answer a larger demand by killing a process: ask before. Claims first, then
+  // limits: what another rank takes in between counts twice, rather than not at all.
+  std::map<std::uint64_t, double> claims;
+  if (options.claimed_by_others) claims = options.claimed_by_others();
+  for (const Limit& limit : memory_limits_here(options.system_root)) {
+    const double others = claims[limit.group];
+    if (static_cast<double>(bytes) + others <= limit.amount) continue;
+    std::string reason = text_of(limit);
+    if (others > 0) reason += text::format(", and other ranks are about to take {:.0f}", others);
+    throw_no_room(bytes, reason, ENOMEM);
+  }
+}
+
+// The kernel knows the request since Linux 5.14.
+bool Segment::can_take_attached() {
+  void* const page =
+      ::mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) return false;
+  const bool is_known = ::madvise(page, kPage, kPopulateWrite) == 0;
+  ::munmap(page, kPage);
+  return is_known;
+}
+
 Segment Segment::create(std::size_t bytes, const SegmentOptions& options) {
   check_room(bytes, options);
   const std::size_t all_bytes = bytes + options.reserved_bytes;
@@ -124,13 +139,16 @@ void Segment::make_resident(std::size_t offset, std::size_t bytes,
   const std::size_t end = offset + bytes;
   for (std::size_t at = offset; at < end; at += kStepBytes) {
     const std::size_t step = std::min(kStepBytes, end - at);
-    if (::fallocate(fd_.get(), 0, static_cast<off_t>(at), static_cast<off_t>(step)) != 0) {
+    const int result =
+        fd_ ? ::fallocate(fd_.get(), 0, static_cast<off_t>(at), static_cast<off_t>(step))
+            : ::madvise(data_ + at, step, kPopulateWrite);
+    if (result != 0) {
       throw_no_room(bytes, text::format("the system does not give them: {}", std::strerror(errno)),
                     errno);
     }
     if (options.on_taken) options.on_taken(step);
   }
-  for (std::size_t at = offset; at < end; at += 4096) {
+  for (std::size_t at = offset; at < end; at += kPage) {
     static_cast<volatile std::byte*>(data_)[at] = std::byte{0};  // into this process's page table
   }
 }

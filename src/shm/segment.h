@@ -53,8 +53,12 @@ class Segment {
   // Throws SystemError if it cannot be opened, MismatchError if it is not the one that was named.
   static Segment attach(const SegmentName& name);
 
-  // Makes reserved memory resident; nobody may touch it before. As create().
+  // Makes reserved memory resident, near the core that calls; nobody may touch it before. The owner
+  // can, and if can_take_attached() others, too. As create().
   void take(std::size_t offset, std::size_t bytes, const SegmentOptions& options) const;
+  static bool can_take_attached();
+  // As create() does, before it takes anything.
+  static void check_room(std::size_t bytes, const SegmentOptions& options = {});
 
   Segment(Segment&& other) noexcept;
   Segment& operator=(Segment&&) = delete;

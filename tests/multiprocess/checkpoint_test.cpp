@@ -47,8 +47,10 @@ void expect_error(const std::function<void()>& call, const std::vector<std::stri
   }
 }
 
-// A checkpoint that version 0.1 has written after 8 steps, loaded by this one, gives the bits of a
-// run that was never interrupted.
+// A checkpoint that version 0.1 has written after 8 steps, loaded by this one, goes on as a run
+// that was never interrupted. The file was made on another CPU, where matrix products have other
+// last bits: so its tensors are compared bit by bit when they are loaded, and the run's up to
+// rounding.
 TEST(OldCheckpoint, Of01GoesOnExactly) {
   const TempFolder folder;
   const auto body = [&](int) {
@@ -58,9 +60,36 @@ TEST(OldCheckpoint, Of01GoesOnExactly) {
     Training second(world);
     Checkpointer checkpoints(folder.path(), world);
     second.add_to(checkpoints);
-    EXPECT_EQ(checkpoints.load(LOCKSTEP_GOLDEN_DIR "/checkpoint-0.1/0-step-8").step, 8);
+    const std::string old = LOCKSTEP_GOLDEN_DIR "/checkpoint-0.1/0-step-8";
+    EXPECT_EQ(checkpoints.load(old).step, 8);
+    const std::string again = folder.path() + "/0-step-8";
+    checkpoints.save(8);
+    std::map<std::string, at::Tensor> expected;
+    std::map<std::string, at::Tensor> found;
+    for (const char* const file : {"tensors-0-of-2.safetensors", "tensors-1-of-2.safetensors"}) {
+      for (const NamedTensor& one : load_tensors(old + "/" + file)) expected[one.name] = one.tensor;
+      for (const NamedTensor& one : load_tensors(again + "/" + file)) found[one.name] = one.tensor;
+    }
+    EXPECT_EQ(found.size(), expected.size());
+    for (const auto& [name, tensor] : expected) EXPECT_TRUE(found.at(name).equal(tensor)) << name;
     for (int i = 8; i < 17; ++i) second.step();
-    EXPECT_TRUE(is_equal(whole.state(), second.state()));
+    // The gradient of a bias before a norm is rounding alone, which Adam makes a whole step of; the
+    // running mean follows it.
+    const auto compared = [](const Training& run) {
+      std::vector<at::Tensor> states = run.state();
+      EXPECT_TRUE(states.at(1).equal(run.model->first->bias));
+      EXPECT_TRUE(states.at(6).equal(run.model->norm->running_mean));
+      states.erase(states.begin() + 6);
+      states.erase(states.begin() + 1);
+      return states;
+    };
+    const std::vector<at::Tensor> states = compared(second);
+    const std::vector<at::Tensor> expected_states = compared(whole);
+    ASSERT_EQ(states.size(), expected_states.size());
+    for (std::size_t i = 0; i < states.size(); ++i) {
+      const at::Tensor distance = (states[i] - expected_states[i]).abs().max();
+      EXPECT_LT(distance.item<double>(), 1e-4) << i;
+    }
     EXPECT_EQ(whole.scaler->current_scale(), second.scaler->current_scale());
     EXPECT_EQ(whole.schedule->lr(), second.schedule->lr());
     EXPECT_EQ(whole.loader->state(), second.loader->state());

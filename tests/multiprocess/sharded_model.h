@@ -30,6 +30,7 @@ struct WideNetImpl : torch::nn::Module {
     wide = register_module("wide", torch::nn::Linear(263, 263));  // more than one piece
     other = register_module("other", torch::nn::Linear(263, 37));
     last = register_module("last", torch::nn::Linear(37, 3));
+    move_here(*this);
     const torch::NoGradGuard no_grad;
     int seed = 0;
     for (auto& parameter : parameters())

@@ -122,6 +122,33 @@ TEST_P(ShardedBits, ClippingScalingAndAveraging) {
   })));
 }
 
+// One rank has the averages in its model: the others do not wait for it.
+TEST(Sharded, AveragesThatAreAppliedOnOneRankAreNotUpdated) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.engine = "shm", .timeout = std::chrono::seconds(20)});
+    Twin<> twin(world, Shard::kOptimizer, [](std::vector<at::Tensor> parameters) {
+      return make_optimizer<optim::AdamW>(Shard::kOptimizer, std::move(parameters),
+                                          to::AdamWOptions(1e-2));
+    });
+    WeightAverage average(twin.model, {.decay = 0.5});
+    average.update();
+    const auto began = std::chrono::steady_clock::now();
+    const auto refused = [&] {
+      const std::string text = error_of([&] { average.update(); });
+      EXPECT_TRUE(has(text, "The averaged weights are in the model")) << text;
+    };
+    if (rank == 1) {
+      const auto applied = average.apply();
+      refused();
+    } else {
+      refused();
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(10));
+    average.update();
+    EXPECT_EQ(average.num_updates(), 2);
+  })));
+}
+
 // Parameters of 16 bits with master weights and others of 32 in one group, of the same sizes.
 TEST(Sharded, MasterWeightsAreTheirParametersAlone) {
   EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {

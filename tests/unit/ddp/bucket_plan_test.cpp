@@ -127,5 +127,60 @@ TEST(BucketPlan, CutsLargeTensorsIntoPartsThatLieOneBehindTheOther) {
   }
 }
 
+// Every element of every slot is in one slice, and the runs of a slot are one behind the other in
+// what a rank keeps.
+TEST(BucketPlan, SlicesHaveEveryElementOnce) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<SlotShape> shapes(1 + random() % 12);
+    for (SlotShape& shape : shapes) {
+      shape.num_elements = random() % 4 == 0 ? random() % 9 : random() % 5000;
+      shape.group = static_cast<int>(random() % 2);
+    }
+    Order order(shapes.size());
+    std::iota(order.begin(), order.end(), 0);
+    const int num_slices = 1 + static_cast<int>(random() % 5);
+    const auto plans = plan_buckets(shapes, order,
+                                    {.bucket_bytes = 8192,
+                                     .first_bucket_bytes = 2048,
+                                     .part_bytes = random() % 2 == 0 ? 0U : 1024U,
+                                     .num_slices = num_slices});
+    for (const BucketPlan& plan : plans) {
+      EXPECT_EQ(plan.num_elements % num_slices, 0);
+      for (const std::size_t slot : plan.slots) {
+        EXPECT_EQ(shapes[slot].group, shapes[plan.slots.front()].group);
+      }
+    }
+    std::vector<std::int64_t> found(shapes.size());
+    for (int slice = 0; slice < num_slices; ++slice) {
+      const auto runs = runs_of_slice(plans, shapes.size(), slice, num_slices);
+      for (std::size_t slot = 0; slot < shapes.size(); ++slot) {
+        for (std::size_t i = 0; i < runs[slot].size(); ++i) {
+          const SliceRun& run = runs[slot][i];
+          found[slot] += run.count;
+          const std::int64_t length = plans[run.bucket].num_elements / num_slices;
+          EXPECT_LE(run.offset + run.count, length);
+          EXPECT_TRUE(num_slices == 1 || run.first % 64 == 0) << "not a whole vector";
+          if (i == 0) continue;
+          const SliceRun& before = runs[slot][i - 1];
+          EXPECT_GT(run.first, before.first);
+          if (run.bucket == before.bucket) {
+            EXPECT_EQ(run.offset, before.offset + before.count);
+            continue;
+          }
+          EXPECT_EQ(before.offset + before.count, plans[before.bucket].num_elements / num_slices);
+          EXPECT_EQ(run.offset, 0);
+          for (std::size_t k = before.bucket + 1; k < run.bucket; ++k) {
+            EXPECT_NE(shapes[plans[k].slots.front()].group, shapes[slot].group) << "one between";
+          }
+        }
+      }
+    }
+    for (std::size_t slot = 0; slot < shapes.size(); ++slot) {
+      EXPECT_EQ(found[slot], shapes[slot].num_elements) << slot;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

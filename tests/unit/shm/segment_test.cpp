@@ -51,6 +51,31 @@ TEST(Segment, IsSharedWithAnotherProcess) {
   EXPECT_EQ(segment.data()[5000], std::byte{42});
 }
 
+// Each process takes its part, so that a NUMA machine gives it memory that is near.
+TEST(Segment, IsTakenInPartsByTheProcessesThatShareIt) {
+  if (!Segment::can_take_attached()) return;  // before Linux 5.14
+  constexpr std::size_t kBytes = 8 << 20;
+  const Segment segment = Segment::create(0, {.reserved_bytes = kBytes});
+  const SegmentName name = segment.name();
+  const auto resident = [&] {
+    struct stat status {};
+    EXPECT_EQ(::fstat(name.fd, &status), 0);
+    return static_cast<std::size_t>(status.st_blocks) * 512;
+  };
+  EXPECT_EQ(resident(), 0U);
+  segment.take(0, kBytes / 4, {});
+  EXPECT_EQ(resident(), kBytes / 4);
+  const int code = in_child([&] {
+    const Segment theirs = Segment::attach(name);
+    theirs.take(kBytes / 4, kBytes - kBytes / 4, {});
+    theirs.data()[kBytes - 1] = std::byte{42};
+    return 0;
+  });
+  EXPECT_EQ(code, 0);
+  EXPECT_EQ(resident(), kBytes);
+  EXPECT_EQ(segment.data()[kBytes - 1], std::byte{42});
+}
+
 TEST(Segment, OfAnotherUserCannotBeAttached) {
   if (::geteuid() != 0) return;  // only root can become another user to try
   const Segment segment = Segment::create(8192);
