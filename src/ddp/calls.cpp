@@ -170,7 +170,9 @@ void Reducer::take_settings_from(Reducer& before) {
   must_stop_ = before.must_stop_;
   epoch_ = before.epoch_;  // what hooks have kept is of another layout
   // Parameters that were moved out of memory that is torn are torn all the same.
-  if (shards_ && before.shards_ && before.shards_->is_torn()) shards_->set_torn(true);
+  if (!before.shards_ || !before.shards_->is_torn()) return;
+  if (!shards_) Shards::throw_torn(world_.global_rank());  // as they are, too few to be shared
+  shards_->set_torn(true);
 }
 
 bool Reducer::has_unused_gradients() const {

@@ -38,12 +38,12 @@ std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters
                                       const DdpOptions& options) {
   std::vector<std::string> lines = {text::format(
       "options: bucket_bytes {}, first_bucket_bytes {}, buffers {}, check_every {}, "
-      "hook {}, reduce_type {}, optimizer {}, shard {}, name '{}'",
+      "hook {}, reduce_type {}, optimizer {}, shard {} from {} bytes, name '{}'",
       options.bucket_bytes, options.first_bucket_bytes, static_cast<int>(options.buffers),
       options.check_every, options.hook ? options.hook->text() : "none",
       options.reduce_type ? c10::toString(*options.reduce_type) : "none",
       options.optimizer == nullptr ? "none" : "in backward", static_cast<int>(options.shard),
-      options.name)};
+      options.shard_min_bytes, options.name)};
   for (const NamedTensor& one : parameters) lines.push_back(line_of("parameter", one));
   for (const NamedTensor& one : buffers) lines.push_back(line_of("buffer", one));
   for (const std::string& name : sparse) lines.push_back("sparse " + name);

@@ -146,6 +146,7 @@ class Reducer {
     return shards_ ? static_cast<Sharing*>(shards_.get()) : slices_.get();
   }
   void check_shard() LOCKSTEP_REQUIRES(mutex_);
+  bool is_too_small_to_share() const LOCKSTEP_REQUIRES(mutex_);
   void share_memory() LOCKSTEP_REQUIRES(mutex_);
   bool has_devices() const LOCKSTEP_REQUIRES(mutex_);
   void cut_slices() LOCKSTEP_REQUIRES(mutex_);

@@ -29,13 +29,15 @@ std::chrono::milliseconds wait_for_place(const World& world) {
 
 }  // namespace
 
-// The options are the same on all ranks, and so are these errors.
+// The options are the same on all ranks, and so are these errors: a mode that the model is too
+// small for is refused for the same reasons.
 void Reducer::check_shard() {
+  const Shard asked = options_.shard;
   const bool is_shared = std::ranges::any_of(
       slots_, [](const Slot& slot) { return use_of(slot.parameter) != nullptr; });
-  const auto is_in_slices = [](const Slot& slot) {
-    return Slices::holder_of(slot.parameter) != nullptr;
-  };
+  const bool is_in_slices = std::ranges::any_of(
+      slots_, [](const Slot& slot) { return Slices::holder_of(slot.parameter) != nullptr; });
+  if (!is_shared && !is_in_slices && is_too_small_to_share()) options_.shard = Shard::kNone;
   if (world_.size() == 1 && is_shared) unshare();
   if (options_.shard == Shard::kNone && is_shared && world_.size() > 1) {
     throw UsageError(
@@ -44,8 +46,7 @@ void Reducer::check_shard() {
         "DdpOptions::shard: there are no replicas.\nWrap them with a shard mode again, "
         "or build the model anew.");
   }
-  if (options_.shard == Shard::kNone && world_.size() > 1 &&
-      std::ranges::any_of(slots_, is_in_slices)) {
+  if (options_.shard == Shard::kNone && world_.size() > 1 && is_in_slices) {
     throw UsageError({.rank = world_.global_rank(), .operation = "DistributedDataParallel"},
                      "Another wrapper with DdpOptions::shard has the parameters.\nEnd it first.");
   }
@@ -59,13 +60,13 @@ void Reducer::check_shard() {
     leave_slices(all);
   }
   leave_slices(watch_.frozen());
-  if (options_.shard == Shard::kNone) return;
+  if (asked == Shard::kNone) return;
   std::string problem;
   if (options_.hook && options_.hook->may_be_local()) {
     problem = text::format(
         "the hook {} trains replicas apart, and the ranks of a host have one set of parameters",
         options_.hook->text());
-  } else if (options_.hook && options_.shard == Shard::kGradients) {
+  } else if (options_.hook && asked == Shard::kGradients) {
     problem = text::format("the hook {} needs whole buckets: use Shard::kOptimizer",
                            options_.hook->text());
   } else if (options_.optimizer != nullptr) {
@@ -82,6 +83,13 @@ void Reducer::check_shard() {
                    text::format("DdpOptions::shard cannot be had with what else is asked for: "
                                 "{}.\nLeave out one of them.",
                                 problem));
+}
+
+bool Reducer::is_too_small_to_share() const {
+  std::size_t bytes = 0;
+  for (const Slot& slot : slots_) bytes += slot.parameter.nbytes();
+  for (const NamedTensor& one : watch_.frozen()) bytes += one.tensor.nbytes();
+  return bytes < options_.shard_min_bytes;
 }
 
 // The model of a world of one, which others may still have: it gets memory of its own.

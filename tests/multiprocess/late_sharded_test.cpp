@@ -5,31 +5,17 @@
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
-#include <filesystem>
 #include <thread>
 
 #include "ddp/slices.h"
-#include "multiprocess/sharded_saves.h"
+#include "multiprocess/late_sharded.h"
+#include "multiprocess/sharded_model.h"
 #include "support/error_of.h"
-#include "support/fault_script.h"
 #include "support/has.h"
 #include "support/on_late_device.h"
-#include "support/temp_folder.h"
 
 namespace lockstep::test {
 namespace {
-
-namespace to = torch::optim;
-
-using AdamW = optim::Sharded<optim::AdamW>;
-
-// Several buckets; tensors of half a bucket are cut.
-const DdpOptions kSmallBuckets = {.bucket_bytes = 100'000, .first_bucket_bytes = 10'000};
-
-DdpOptions with(Shard shard, DdpOptions options = kSmallBuckets) {
-  options.shard = shard;
-  return options;
-}
 
 class LateShardedBits : public testing::TestWithParam<int> {
  protected:
@@ -200,7 +186,7 @@ TEST(LateSharded, ARankKeepsItsPart) {
     for (const Shard mode : {Shard::kOptimizer, Shard::kGradients}) {
       WideNet model;
       const DistributedDataParallel ddp(model, world, with(mode));
-      AdamW optimizer(model->parameters(), 1e-2);
+      ShardedAdamW optimizer(model->parameters(), 1e-2);
       loss_of(model->forward(batch(world.rank()))).backward();
       std::int64_t all = 0;
       const auto expected = replicated->named_parameters();
@@ -233,7 +219,7 @@ TEST(LateSharded, TheHostWaitsForNothingInAStep) {
     for (const Shard mode : {Shard::kOptimizer, Shard::kGradients}) {
       WideNet model;
       DistributedDataParallel ddp(model, world, with(mode));
-      AdamW optimizer(model->parameters(), 1e-2);
+      ShardedAdamW optimizer(model->parameters(), 1e-2);
       for (int step = 0; step < 4; ++step) {
         const at::Tensor input = batch(world.rank(), step);
         const at::Tensor rows = here(at::arange(5));
@@ -288,7 +274,7 @@ TEST_P(LateShardedStreams, GradientsComeInAnyOfThem) {
     for (Net* const one : {&model, &replicated}) (*one)->to(type);
     const DistributedDataParallel ddp(model, world, with(Shard::kGradients, options));
     const DistributedDataParallel its_ddp(replicated, world, options);
-    AdamW optimizer(model->parameters(), 1e-2);
+    ShardedAdamW optimizer(model->parameters(), 1e-2);
     optim::AdamW its_optimizer(replicated->parameters(), 1e-2);
     for (int step = 0; step < 4; ++step) {
       optimizer.zero_grad();
@@ -302,172 +288,6 @@ TEST_P(LateShardedStreams, GradientsComeInAnyOfThem) {
         EXPECT_TRUE(one.value().equal(expected[one.key()])) << one.key() << ", step " << step;
       }
     }
-  })));
-}
-
-class LateShardedSaves : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Models, LateShardedSaves,
-                         testing::Values("AdamW", "TiedAndFrozen", "Masters"),
-                         [](const auto& test) { return test.param; });
-
-// From one world and mode to the next, beside the same without sharding: the same files.
-TEST_P(LateShardedSaves, AreThoseOfATrainingWithoutShardingInAnyWorld) {
-  const TempFolder folder;
-  const std::vector<std::pair<int, Shard>> stages = {{3, Shard::kGradients},
-                                                     {2, Shard::kNone},
-                                                     {2, Shard::kOptimizer},
-                                                     {3, Shard::kNone},
-                                                     {2, Shard::kGradients}};
-  for (std::int64_t stage = 0; stage < std::ssize(stages); ++stage) {
-    const auto [size, mode] = stages[static_cast<std::size_t>(stage)];
-    const auto body = [&, mode = mode](const World& world) {
-      at::set_num_threads(1);
-      torch::manual_seed(5);
-      const std::string paths[] = {folder.path() + "/replicated", folder.path() + "/sliced"};
-      SavedTwin replicated(world, Shard::kNone, recipe_of(GetParam()), paths[0]);
-      SavedTwin sliced(world, mode, recipe_of(GetParam()), paths[1]);
-      const std::int64_t from = 3 * stage;
-      const std::int64_t to = from + 3;
-      EXPECT_EQ(replicated.checkpoints.load_latest().step, from);
-      EXPECT_EQ(sliced.checkpoints.load_latest().step, from);
-      sliced.expect_same(replicated);
-      replicated.run(from, to);
-      sliced.run(from, to);
-      sliced.expect_same(replicated);
-      replicated.checkpoints.save(to);
-      if (stage % 2 == 0) {
-        sliced.checkpoints.save(to);
-      } else {
-        sliced.checkpoints.save_async(to);
-        sliced.checkpoints.wait();
-      }
-      if (world.rank() != 0) return;
-      const std::string name = "/" + std::to_string(stage) + "-step-" + std::to_string(to);
-      expect_same_files(paths[0] + name, paths[1] + name);
-    };
-    ASSERT_TRUE(all_passed(late::run(size, body))) << "stage " << stage;
-  }
-}
-
-// Wrapped again with another layout, as a parameter is frozen: states are cut anew.
-TEST(LateSharded, RewrappingKeepsStates) {
-  EXPECT_TRUE(all_passed(late::run(2, [](const World& world) {
-    at::set_num_threads(1);
-    Twins<optim::AdamW, to::AdamWOptions> twins(world, to::AdamWOptions(1e-2));
-    const auto train = [&](int from, int to) {
-      for (int step = from; step < to; ++step) {
-        twins.step(step, [&](auto& twin) {
-          twin.optimizer->zero_grad();
-          loss_of(twin.model->forward(batch(world.rank(), step))).backward();
-          twin.optimizer->step();
-        });
-      }
-    };
-    train(0, 2);
-    for (auto& twin : twins.all) twin->ddp->rewrap();  // nothing has changed
-    train(2, 4);
-    for (auto& twin : twins.all) {
-      twin->model->wide->weight.set_requires_grad(false);
-      twin->optimizer->zero_grad();
-      twin->ddp->rewrap();
-    }
-    train(4, 6);
-    // Without sharding nobody puts the slices together.
-    for (auto& twin : twins.all) {
-      if (twin->mode == Shard::kNone) continue;
-      const std::string text =
-          error_of([&] { const DistributedDataParallel other(twin->model, world); });
-      EXPECT_TRUE(has(text, "Another wrapper with DdpOptions::shard")) << text;
-      twin->ddp.reset();
-      const DistributedDataParallel other(twin->model, world);
-      loss_of(twin->model->forward(batch(world.rank()))).backward();
-      const std::string refusal = error_of([&] { twin->optimizer->step(); });
-      EXPECT_TRUE(has(refusal, "has a part of what it keeps")) << refusal;
-    }
-  })));
-}
-
-// A rank does not come to a step. When all wrap again, they count the same steps, and save with the
-// engine that works.
-TEST(LateSharded, GoesOnAfterAStepThatARankHasLeftOut) {
-  const late::Scope scope;
-  const TempFolder folder;
-  EXPECT_TRUE(all_passed(run_ranks(2, [&](int rank) {
-    late::show_own_device(rank);
-    JoinOptions options = late::join_options();
-    options.timeout = std::chrono::seconds(2);
-    const World world = World::join(options);
-    WideNet model;
-    DistributedDataParallel ddp(model, world, with(Shard::kGradients));
-    AdamW optimizer(model->parameters(), 1e-2);
-    const auto step = [&](int number) {
-      loss_of(model->forward(batch(rank, number))).backward();
-      optimizer.step();
-    };
-    step(0);
-    loss_of(model->forward(batch(rank, 1))).backward();
-    if (rank == 0) {
-      const std::string text = error_of([&] { optimizer.step(); });
-      EXPECT_TRUE(has(text, "those before this step")) << text;
-    }
-    ddp.discard();
-    world.store()->set("here" + std::to_string(rank), "1");
-    world.store()->wait({"here0", "here1"});
-    ddp.rewrap();
-    step(2);
-    expect_same_bits(world, *model);
-    Checkpointer(folder.path(), world).add(model).add(optimizer).save(3);
-    late::synchronize_all();
-  })));
-}
-
-bool fails_in_step = false;  // of this process
-struct FailingAdamW : optim::AdamW {
-  using optim::AdamW::AdamW;
-  at::Tensor step(LossClosure closure = nullptr) override {
-    if (std::exchange(fails_in_step, false)) throw std::runtime_error("No step today.");
-    return optim::AdamW::step(std::move(closure));
-  }
-};
-
-// Others have written their slices: the model is not used any more until a checkpoint is loaded.
-TEST(LateSharded, AStepThatFailsOnOneRankLeavesTornParameters) {
-  const TempFolder folder;
-  EXPECT_TRUE(all_passed(late::run(2, [&](const World& world) {
-    WideNet model;
-    DistributedDataParallel ddp(model, world, with(Shard::kGradients));
-    optim::Sharded<FailingAdamW> optimizer(model->parameters(), to::AdamWOptions(1e-2));
-    Checkpointer checkpoints(folder.path(), world);
-    checkpoints.add(model).add(optimizer);
-    const auto backward = [&](int step) {
-      loss_of(model->forward(batch(world.rank(), step))).backward();
-    };
-    backward(0);
-    optimizer.step();
-    checkpoints.save(1);
-    backward(1);
-    fails_in_step = world.rank() == 1;
-    std::string text = error_of([&] { optimizer.step(); });
-    EXPECT_TRUE(has(text, "No step today.")) << text;
-    ddp.discard();
-    for (int round = 0; round < 2; ++round) {
-      text = error_of([&] { backward(2); });
-      EXPECT_TRUE(has(text, "has ended in the middle")) << text;
-      text = error_of([&] { checkpoints.save(2); });
-      EXPECT_TRUE(has(text, "has ended in the middle")) << text;
-      ddp.rewrap();  // does not help
-    }
-    EXPECT_EQ(checkpoints.load_latest().step, 1);
-    backward(1);
-    optimizer.step();
-    expect_same_bits(world, *model);
-    // Without the wrapper it is not forgotten either.
-    backward(2);
-    fails_in_step = world.rank() == 1;
-    EXPECT_THROW(optimizer.step(), Error);
-    { const DistributedDataParallel ended = std::move(ddp); }
-    text = error_of([&] { const DistributedDataParallel other(model, world); });
-    EXPECT_TRUE(has(text, "has ended in the middle")) << text;
   })));
 }
 
@@ -551,6 +371,7 @@ TEST(LateSharded, HooksWithShardedStates) {
       WideNet model;
       DdpOptions options = kSmallBuckets;
       options.shard = mode;
+      options.shard_min_bytes = 0;
       options.hook = bf16_hook();
       DistributedDataParallel ddp(model, world, options);
       auto optimizer =
@@ -566,149 +387,6 @@ TEST(LateSharded, HooksWithShardedStates) {
       EXPECT_TRUE(results[0][i].equal(results[1][i])) << i;
     }
   })));
-}
-
-TEST(LateSharded, MisuseIsAnErrorOnAllRanks) {
-  EXPECT_TRUE(all_passed(late::run(2, [](const World& world) {
-    WideNet model;
-    DistributedDataParallel ddp(model, world, with(Shard::kGradients));
-    AdamW optimizer(model->parameters(), 1e-2);
-    const auto backward = [&](int step) {
-      loss_of(model->forward(batch(world.rank(), step))).backward();
-    };
-    backward(0);
-    optimizer.step();
-    // Options that differ.
-    static_cast<to::AdamWOptions&>(optimizer.param_groups()[0].options()).lr(0.1 + world.rank());
-    backward(1);
-    std::string text = error_of([&] { optimizer.step(); });
-    EXPECT_TRUE(has(text, "lr 0.1")) << text;
-    static_cast<to::AdamWOptions&>(optimizer.param_groups()[0].options()).lr(0.1);
-    optimizer.step();
-    // A backward whose means nobody has used.
-    backward(2);
-    text = error_of([&] { backward(3); });
-    EXPECT_TRUE(has(text, "were not used")) << text;
-    ddp.discard();
-    // Only one rank's parameter is elsewhere.
-    if (world.rank() == 1) model->last->bias.set_data(model->last->bias.detach().clone());
-    text = error_of([&] { backward(4); });
-    EXPECT_TRUE(has(text, "last.bias is not where it was")) << text;
-    ddp.rewrap();
-    backward(5);
-    optimizer.step();
-    // A step after a local backward.
-    {
-      const auto guard = ddp.no_sync();
-      backward(6);
-    }
-    text = error_of([&] { optimizer.step(); });
-    EXPECT_TRUE(has(text, "was local")) << text;
-    ddp.discard();
-    // A graph from before a step.
-    const at::Tensor old = loss_of(model->forward(batch(world.rank(), 7)));
-    backward(7);
-    optimizer.step();
-    EXPECT_THROW(old.backward(), c10::Error);
-  })));
-}
-
-TEST(LateSharded, WhatCannotBeCutIsRefused) {
-  EXPECT_TRUE(all_passed(late::run(2, [](const World& world) {
-    const auto refusal = [&](const auto& model, DdpOptions options = {}) {
-      options.shard = Shard::kOptimizer;
-      return error_of([&] { const DistributedDataParallel ddp(model, world, options); });
-    };
-    WideNet sparse(true);
-    std::string text = refusal(sparse);
-    EXPECT_TRUE(has(text, "sparse gradients on devices")) << text;
-    WideNet mixed;
-    mixed->last->to(at::kCPU);
-    text = refusal(mixed);
-    EXPECT_TRUE(has(text, "parameters in main memory")) << text;
-    WideNet gaps;
-    const at::Tensor wide = here(at::zeros({3, 2 * 37})).slice(1, 0, 74, 2);
-    gaps->last->weight.set_data(wide);
-    text = refusal(gaps);
-    EXPECT_TRUE(has(text, "last.weight has gaps")) << text;
-    WideNet tied;
-    tied->norm->bias.set_data(tied->norm->weight.detach());
-    text = refusal(tied);
-    EXPECT_TRUE(has(text, "norm.bias shares its memory")) << text;
-    // An optimizer whose wrapper has gone.
-    WideNet model;
-    AdamW optimizer(model->parameters(), 1e-2);
-    {
-      const DistributedDataParallel ddp(model, world, with(Shard::kOptimizer));
-      loss_of(model->forward(batch(world.rank()))).backward();
-      optimizer.step();
-    }
-    text = error_of([&] { optimizer.step(); });
-    EXPECT_TRUE(has(text, "has a part of what it keeps")) << text;
-  })));
-}
-
-// The parameters that a rank did not get are told of in a later step, on all ranks.
-TEST(LateSharded, AGatherThatFailsIsALaterStepsErrorOnAllRanks) {
-  EXPECT_TRUE(all_passed(late::run(2, [](const World& world) {
-    WideNet model;
-    DistributedDataParallel ddp(model, world, with(Shard::kGradients));
-    AdamW optimizer(model->parameters(), 1e-2);
-    const auto backward = [&](int step) {
-      loss_of(model->forward(batch(world.rank(), step))).backward();
-    };
-    backward(0);
-    optimizer.step();
-    backward(1);
-    late::synchronize_all();
-    if (world.rank() == 1) late::fail_next();
-    optimizer.step();
-    late::synchronize_all();
-    const std::string text = error_of([&] { backward(2); });
-    EXPECT_TRUE(has(text, "all_gather of parameters failed after step() had returned")) << text;
-    EXPECT_TRUE(has(text, "Load a checkpoint")) << text;
-    backward(3);  // goes on
-    optimizer.step();
-  })));
-}
-
-class LateShardedLost : public testing::TestWithParam<late::LostPeer> {};
-INSTANTIATE_TEST_SUITE_P(Engine, LateShardedLost,
-                         testing::Values(late::LostPeer::kFails, late::LostPeer::kHangs),
-                         [](const auto& one) {
-                           return one.param == late::LostPeer::kFails ? "ItsCollectivesFail"
-                                                                      : "ItsCollectivesHang";
-                         });
-
-// Its means may not have arrived yet.
-TEST_P(LateShardedLost, BeforeAStepIsAnErrorInTime) {
-  const late::Scope scope;
-  late::set_lost_peer(GetParam());
-  const auto results = run_ranks(2, [](int rank) {
-    const World world = World::join(late::join_options());
-    WideNet model;
-    DistributedDataParallel ddp(model, world, with(Shard::kGradients));
-    AdamW optimizer(model->parameters(), 1e-2);
-    for (int step = 0; step < 5; ++step) {
-      optimizer.zero_grad();
-      loss_of(model->forward(batch(rank, step))).backward();
-      FaultScript().kill_at(1, 3).play(rank, step);
-      const auto began = std::chrono::steady_clock::now();
-      try {
-        optimizer.step();
-        EXPECT_LT(step, 3);
-      } catch (const PeerLostError& error) {
-        EXPECT_EQ(step, 3);
-        EXPECT_EQ(error.peer(), 1) << error.what();
-        EXPECT_TRUE(has(error.message(), "those before this step")) << error.what();
-        EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(5));
-        EXPECT_TRUE(at::isfinite(model->first->weight.cpu()).all().item<bool>());
-        return;
-      }
-    }
-  });
-  late::set_lost_peer(late::LostPeer::kFails);
-  EXPECT_TRUE(results[0].status.is_ok()) << show(results);
 }
 
 }  // namespace

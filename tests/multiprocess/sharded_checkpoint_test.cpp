@@ -175,7 +175,7 @@ TEST_F(ShardedOverHosts, OneReadsAndOneOfEachHostWrites) {
     torch::nn::Linear model(2200, 2200);
     torch::nn::Linear small(3, 2);
     model->register_module("small", small);
-    DistributedDataParallel ddp(model, world, {.shard = Shard::kOptimizer});
+    DistributedDataParallel ddp(model, world, {.shard = Shard::kOptimizer, .shard_min_bytes = 0});
     optim::Sharded<optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
     Checkpointer checkpoints(path, world);
     checkpoints.add(model.ptr()).add(optimizer).add(ddp);
@@ -270,8 +270,8 @@ TEST(ShardedCheckpoint, TornParametersStayTornUntilItIsLoaded) {
       expected.run(0, 4);
       WideNet model;
       auto optimizer = recipe.make(mode, model->parameters());
-      auto wrapped =
-          std::make_unique<DistributedDataParallel>(model, world, DdpOptions{.shard = mode});
+      auto wrapped = std::make_unique<DistributedDataParallel>(
+          model, world, DdpOptions{.shard = mode, .shard_min_bytes = 0});
       const auto run = [&](int from, int to) {
         for (int step = from; step < to; ++step) {
           optimizer->zero_grad();
@@ -299,11 +299,12 @@ TEST(ShardedCheckpoint, TornParametersStayTornUntilItIsLoaded) {
                   {"half updated"});
       expect_says(thrown_by<UsageError>([&] { checkpoints.load_latest(); }), {"Wrap the model"});
       expect_says(thrown_by<UsageError>([&] {
-                    const DistributedDataParallel alone(model, *world.split(rank),
-                                                        DdpOptions{.shard = mode});
+                    const DistributedDataParallel alone(
+                        model, *world.split(rank), DdpOptions{.shard = mode, .shard_min_bytes = 0});
                   }),
                   {"half updated"});
-      wrapped = std::make_unique<DistributedDataParallel>(model, world, DdpOptions{.shard = mode});
+      wrapped = std::make_unique<DistributedDataParallel>(
+          model, world, DdpOptions{.shard = mode, .shard_min_bytes = 0});
       expect_torn();
       // The optimizer's states are torn, too.
       Checkpointer weights_only(path + "/weights_only", world);

@@ -24,7 +24,11 @@ struct Trained {
   Trained(const World& its_world, Shard mode, bool is_sparse = false)
       : world(its_world),
         model(is_sparse),
-        ddp(model, world, {.bucket_bytes = 100'000, .first_bucket_bytes = 10'000, .shard = mode}),
+        ddp(model, world,
+            {.bucket_bytes = 100'000,
+             .first_bucket_bytes = 10'000,
+             .shard = mode,
+             .shard_min_bytes = 0}),
         optimizer(model->parameters(), 1e-2) {}
 
   at::Tensor loss(int step = 0) { return loss_of(model->forward(batch(world.rank(), step))); }
@@ -71,6 +75,7 @@ TEST(ShardedRefuses, OptionsThatDoNotGoTogether) {
     WideNet model;
     const auto wrap = [&](DdpOptions options) {
       options.shard = mode;
+      options.shard_min_bytes = 0;
       const DistributedDataParallel ddp(model, world, options);
     };
     if (mode == Shard::kGradients) {
@@ -81,7 +86,7 @@ TEST(ShardedRefuses, OptionsThatDoNotGoTogether) {
     torch::optim::SGD sgd(model->parameters(), 0.1);
     expect_error([&] { wrap({.optimizer = &sgd}); }, {"DdpOptions::optimizer", "Leave out one"});
     const auto wrap_tensors = [&](const std::vector<NamedTensor>& tensors) {
-      const DistributedDataParallel ddp(tensors, world, {.shard = mode});
+      const DistributedDataParallel ddp(tensors, world, {.shard = mode, .shard_min_bytes = 0});
     };
     const auto leaf = [](const at::Tensor& tensor) { return tensor.detach().requires_grad_(); };
     expect_error(
@@ -113,7 +118,8 @@ TEST(ShardedRefuses, WhatIsWrongOnOneRank) {
     const at::Tensor b = leaf(world.rank() == 1 ? flat.narrow(0, 4, 4) : at::zeros({4}));
     expect_error(
         [&] {
-          const DistributedDataParallel ddp({{"a", a}, {"b", b}}, world, {.shard = mode});
+          const DistributedDataParallel ddp({{"a", a}, {"b", b}}, world,
+                                            {.shard = mode, .shard_min_bytes = 0});
         },
         {"parameter b shares its memory", "rank 1"});
     Trained<> one(world, mode);
@@ -253,7 +259,7 @@ TEST(ShardedRefuses, NothingElseIsWrittenTwice) {
     WideNet model;
     model->first->bias.set_requires_grad(false);
     at::Tensor own = at::ones({3}).requires_grad_();
-    const DistributedDataParallel ddp(model, world, {.shard = mode});
+    const DistributedDataParallel ddp(model, world, {.shard = mode, .shard_min_bytes = 0});
     std::vector<at::Tensor> all = model->parameters();
     all.push_back(own);
     optim::Sharded<torch::optim::SGD> optimizer(all, torch::optim::SGDOptions(0.5));
@@ -279,21 +285,21 @@ TEST(ShardedRefuses, AWorldOfOneHasMemoryOfItsOwn) {
       optimizer.step();
     };
     {
-      const DistributedDataParallel ddp(model, world, {.shard = mode});
+      const DistributedDataParallel ddp(model, world, {.shard = mode, .shard_min_bytes = 0});
       train(0);
     }
     const at::Tensor before = model->wide->weight.detach().clone();
     world.barrier();
     const auto alone = world.split(world.rank());
     if (world.rank() == 0) {
-      const DistributedDataParallel ddp(model, *alone, {.shard = mode});
+      const DistributedDataParallel ddp(model, *alone, {.shard = mode, .shard_min_bytes = 0});
       train(1);
       EXPECT_FALSE(model->wide->weight.equal(before));
     }
     world.barrier();
     if (world.rank() == 1) {
       EXPECT_TRUE(model->wide->weight.equal(before));
-      const DistributedDataParallel ddp(model, *alone, {.shard = mode});
+      const DistributedDataParallel ddp(model, *alone, {.shard = mode, .shard_min_bytes = 0});
       train(1);
     }
     EXPECT_FALSE(model->wide->weight.equal(before));
@@ -370,11 +376,11 @@ TEST(ShardedRefuses, StepsAfterTheWrapperHasGone) {
     WideNet model;
     optim::Sharded<optim::AdamW> optimizer(model->parameters(), 1e-2);
     {
-      const DistributedDataParallel ddp(model, world, {.shard = mode});
+      const DistributedDataParallel ddp(model, world, {.shard = mode, .shard_min_bytes = 0});
       loss_of(model->forward(batch(world.rank()))).backward();
     }
     expect_error([&] { optimizer.step(); }, {"has gone", "Keep it as long as"});
-    const DistributedDataParallel again(model, world, {.shard = mode});
+    const DistributedDataParallel again(model, world, {.shard = mode, .shard_min_bytes = 0});
     optimizer.zero_grad();
     loss_of(model->forward(batch(world.rank()))).backward();
     optimizer.step();

@@ -69,8 +69,8 @@ TEST(ShardedMemory, IsTakenOnceByFourRanks_shm4) {
     const double shared_before = sum("Pss_Shmem");
     const double own_before = sum("Pss_Anon");
     DeepNet model;
-    const DistributedDataParallel ddp(model, world,
-                                      {.bucket_bytes = 1 << 20, .shard = Shard::kGradients});
+    const DistributedDataParallel ddp(
+        model, world, {.bucket_bytes = 1 << 20, .shard = Shard::kGradients, .shard_min_bytes = 0});
     optim::Sharded<optim::AdamW> optimizer(model->parameters(), 1e-3);
     train(model, optimizer);
     ::malloc_trim(0);

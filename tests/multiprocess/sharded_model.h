@@ -57,6 +57,7 @@ struct Twin {
       : mode(shard) {
     if (before) before(model);
     options.shard = shard;
+    options.shard_min_bytes = 0;
     options.bucket_bytes = 100'000;  // several, and the wide one is cut
     options.first_bucket_bytes = 10'000;
     ddp = std::make_unique<DistributedDataParallel>(model, world, options);

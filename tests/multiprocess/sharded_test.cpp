@@ -163,7 +163,7 @@ TEST(Sharded, MasterWeightsAreTheirParametersAlone) {
         parameters.push_back(numbers({300}, i).to(type).detach().requires_grad_());
         tensors.push_back({"p" + std::to_string(i), parameters.back()});
       }
-      const DistributedDataParallel ddp(tensors, world, {.shard = mode});
+      const DistributedDataParallel ddp(tensors, world, {.shard = mode, .shard_min_bytes = 0});
       auto optimizer = make_optimizer<optim::AdamW>(mode, parameters, to::AdamWOptions(1e-4));
       dynamic_cast<optim::AdamW&>(*optimizer).use_master_weights();
       for (int step = 0; step < 5; ++step) {
@@ -189,7 +189,8 @@ TEST(Sharded, AParameterHasOneOptimizer) {
     const World world = World::join({.engine = "shm"});
     WideNet model;
     {
-      const DistributedDataParallel ddp(model, world, {.shard = Shard::kOptimizer});
+      const DistributedDataParallel ddp(model, world,
+                                        {.shard = Shard::kOptimizer, .shard_min_bytes = 0});
       const auto train = [&](torch::optim::Optimizer& optimizer) {
         loss_of(model->forward(batch(world.rank()))).backward();
         optimizer.step();
@@ -226,6 +227,38 @@ TEST(Sharded, ParametersAreTheHosts) {
     const auto error = thrown_by<UsageError>(
         [&] { loss_of(twin.model->forward(batch(world.rank()))).backward(); });
     expect_says(error, {"last.bias", "change_parameters()"});
+  })));
+}
+
+TEST(Sharded, ASmallModelStaysReplicas) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.engine = "shm"});
+    const auto is_shared = [&](const at::Tensor& large) {
+      at::Tensor small = at::ones({300}).requires_grad_();
+      const DistributedDataParallel ddp({{"small", small}, {"large", large}}, world,
+                                        {.shard = Shard::kGradients});
+      optim::Sharded<optim::SGD> optimizer(std::vector<at::Tensor>{small}, to::SGDOptions(1));
+      (small * (rank + 1)).sum().backward();
+      EXPECT_EQ(ddp.full_gradients().size(), 1U);
+      const bool has_own = small.grad().defined();
+      optimizer.step();
+      EXPECT_TRUE(small.detach().equal(at::full({300}, -0.5F)));
+      return !has_own;
+    };
+    const int num_elements = (1 << 18) - 300;          // f32
+    EXPECT_TRUE(is_shared(at::ones({num_elements})));  // frozen parameters count
+    EXPECT_FALSE(is_shared(at::ones({num_elements - 1})));
+
+    // What is refused does not depend on the size.
+    WideNet model;
+    const auto wrap = [&](DdpOptions options) {
+      options.shard = Shard::kGradients;
+      const DistributedDataParallel ddp(model, world, options);
+    };
+    expect_says(thrown_by<UsageError>([&] { wrap({.hook = bf16_hook()}); }), {"hook bf16"});
+    const std::size_t bytes = rank == 0 ? 0 : 1 << 20;
+    expect_says(thrown_by<MismatchError>([&] { wrap({.shard_min_bytes = bytes}); }),
+                {"from 0 bytes", "from 1048576 bytes"});
   })));
 }
 
