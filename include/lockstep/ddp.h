@@ -84,7 +84,7 @@ struct DdpOptions {
   Shard shard = Shard::kNone;
   // With fewer bytes of parameters than this the model stays replicas, as with kNone: to share it
   // would save little memory, and each step would take longer.
-  std::size_t shard_min_bytes = 1 << 20;
+  std::size_t shard_min_bytes = 4 << 20;
   // Names of parameters whose gradients are sparse, besides those of nn::Embedding and
   // nn::EmbeddingBag with sparse(true), which are found.
   std::vector<std::string> sparse = {};

@@ -245,7 +245,7 @@ TEST(Sharded, ASmallModelStaysReplicas) {
       EXPECT_TRUE(small.detach().equal(at::full({300}, -0.5F)));
       return !has_own;
     };
-    const int num_elements = (1 << 18) - 300;          // f32
+    const int num_elements = (1 << 20) - 300;          // f32
     EXPECT_TRUE(is_shared(at::ones({num_elements})));  // frozen parameters count
     EXPECT_FALSE(is_shared(at::ones({num_elements - 1})));
 
@@ -256,9 +256,9 @@ TEST(Sharded, ASmallModelStaysReplicas) {
       const DistributedDataParallel ddp(model, world, options);
     };
     expect_says(thrown_by<UsageError>([&] { wrap({.hook = bf16_hook()}); }), {"hook bf16"});
-    const std::size_t bytes = rank == 0 ? 0 : 1 << 20;
+    const std::size_t bytes = rank == 0 ? 0 : 4 << 20;
     expect_says(thrown_by<MismatchError>([&] { wrap({.shard_min_bytes = bytes}); }),
-                {"from 0 bytes", "from 1048576 bytes"});
+                {"from 0 bytes", "from 4194304 bytes"});
   })));
 }
 
