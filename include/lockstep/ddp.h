@@ -126,6 +126,12 @@ struct DdpStats {
       {};  // by rank: from the end of the last step to the end of backward
 };
 
+// Whose turn it is: see DistributedDataParallel::play.
+struct Turn {
+  int logical_rank = 0;
+  bool is_last = true;  // the backward that comes now averages: a step of the optimizer follows
+};
+
 class Reducer;
 struct ReducerDeleter {
   LOCKSTEP_API void operator()(Reducer* reducer) const;
@@ -189,6 +195,36 @@ class LOCKSTEP_API DistributedDataParallel {
   // each. Without sharding, and on devices, it runs on every rank. Collective. Throws on all ranks
   // of a host what `change` throws on one.
   void change_parameters(const std::function<void()>& change);
+
+  // With logical ranks (JoinOptions::logical_ranks) a step is one backward of each of them: a rank
+  // plays its own one after the other, and averages with the others in the last. Called before each
+  // forward: random numbers become those of the logical rank in this step, buffers those that the
+  // step began with. With accumulate(k) a turn is k backwards. Sampled by a DistributedSampler of
+  // the same world, batches come in the order of turns. The weights that result depend on the
+  // number of logical ranks, not on that of the ranks (docs/reproducibility.md). Without logical
+  // ranks it only says whether the backward that follows averages.
+  //
+  //   for (auto& batch : *loader) {
+  //     const auto turn = ddp.play();
+  //     loss_of(model, batch).backward();
+  //     if (!turn.is_last) continue;
+  //     optimizer.step();
+  //     optimizer.zero_grad();
+  //   }
+  Turn play();
+  // What the bits of a training with logical ranks depend on besides its program and data.
+  struct LogicalState {
+    int num_ranks = 0;  // logical; 0: the world has none
+    std::uint64_t seed = 0;
+    int num_threads = 1;     // intra-op, of each rank
+    std::int64_t steps = 0;  // synchronised backwards of the run, also those before it was resumed
+    bool operator==(const LogicalState&) const = default;
+  };
+  // A Checkpointer saves and loads it.
+  LogicalState logical_state() const;
+  // Throws: UsageError if numbers of ranks or threads, or seeds, differ from those here.
+  void check_logical_state(const LogicalState& state) const;
+  void load_logical_state(const LogicalState& state);
 
   // The number of samples behind the gradients of the next synchronised backward, so that ranks
   // with uneven batches have the mean over all samples. Without this call every rank has weight 1.

@@ -40,6 +40,10 @@ struct SamplerOptions {
   // padded. The order does not depend on the number of ranks, only on these numbers.
   std::vector<std::int64_t> lengths = {};
   std::size_t bucket_size = 256;
+  // With logical ranks and DistributedDataParallel::accumulate(k), k: how many batches one of them
+  // is given before the next has its turn. What is left of an epoch for less than a whole turn of
+  // all of them is left out.
+  int batches_per_turn = 1;
 };
 
 // What a state is of.
@@ -77,12 +81,14 @@ class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> 
   // loaders call it in begin(). `num_samples`, if given, is the new size of the data set.
   void reset(std::optional<std::size_t> num_samples = std::nullopt) override;
   // This rank's next samples, at most `batch_size`; nothing at the end of the epoch. The n-th batch
-  // has the same size on all ranks.
+  // has the same size on all ranks. With logical ranks, of which each has its own samples, those
+  // that this rank plays have a batch in turn, always of one size.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
   std::size_t num_samples() const;  // of the data set
   std::int64_t epoch() const;
-  void set_epoch(std::int64_t epoch);     // from its beginning
+  void set_epoch(std::int64_t epoch);  // from its beginning
+  // With logical ranks, of each of these.
   std::size_t samples_per_rank() const;   // in what is left of the epoch at its last reset
   std::size_t samples_per_epoch() const;  // of this rank, in a whole one
 
@@ -97,13 +103,14 @@ class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> 
  private:
   friend class LoaderBase;
   struct State;
-  DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
+  DistributedSampler(std::size_t num_samples, LogicalRanks ranks, int num_ranks,
                      const SamplerOptions& options, int global_rank);
 
   // For a loader that draws ahead: a sampler of its own for what is left of the epoch, and the
   // number of samples of it that were really used. `pass` tells passes through the data apart: what
   // is used of one that set_epoch(), load_state() or reset() has ended does not count.
-  std::pair<DistributedSampler, std::int64_t> begin_pass();
+  // The next epoch begins if too little is left of this one; `is_whole`: for whole batches.
+  std::pair<DistributedSampler, std::int64_t> begin_pass(std::size_t batch_size, bool is_whole);
   void use(std::size_t samples, std::int64_t pass);
 
   std::shared_ptr<State> state_;

@@ -12,6 +12,7 @@
 #include <lockstep/pending.h>
 
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -36,11 +37,22 @@ struct JoinOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   // How long to wait until all ranks have come.
   std::chrono::milliseconds join_timeout = std::chrono::minutes(2);
+  // Logical ranks, at least as many as ranks: the result of a training depends on their number, not
+  // on that of the ranks, which share them out and play them one after the other
+  // (DistributedDataParallel::play, docs/reproducibility.md). 0: LOCKSTEP_LOGICAL_RANKS says, or
+  // there are none.
+  int logical_ranks = 0;
   // For programs that know their place themselves: all three, instead of a launcher's variables.
   std::optional<int> rank = std::nullopt;
   std::optional<int> size = std::nullopt;
   c10::intrusive_ptr<c10d::Store> store = {};
   std::shared_ptr<const void> communicator = {};  // set by join_mpi (lockstep/mpi.h)
+};
+
+// Those that one rank plays: first, first + 1, ...
+struct LogicalRanks {
+  int first = 0;
+  int count = 1;
 };
 
 // Of numbers that all ranks have together (World::moments).
@@ -66,6 +78,14 @@ class LOCKSTEP_API World {
   int global_rank(int rank) const;
   int local_rank() const;  // among this world's ranks of this host
   int local_size() const;
+  // Whether JoinOptions::logical_ranks, or the variable, was given. If not, each rank plays itself.
+  bool has_logical_ranks() const;
+  int logical_size() const;
+  LogicalRanks logical_ranks() const;  // that this rank plays
+  // What seed_all (lockstep/seed.h) was given last, in this world or one that is made of it: random
+  // numbers of logical ranks depend on it. 0 before.
+  std::uint64_t seed() const;
+  void set_seed(std::uint64_t seed) const;
   const std::string& host() const;
   const std::vector<Member>& members() const;  // by rank
 

@@ -208,7 +208,14 @@ Checkpointer& Checkpointer::add_per_rank(
 }
 
 Checkpointer& Checkpointer::add(DistributedDataParallel& ddp) {
-  if (std::ranges::find(impl_->ddps, &ddp) == impl_->ddps.end()) impl_->ddps.push_back(&ddp);
+  if (std::ranges::find(impl_->ddps, &ddp) == impl_->ddps.end()) {
+    impl_->ddps.push_back(&ddp);
+    const std::size_t number = impl_->ddps.size();
+    if (ddp.logical_state().num_ranks > 0) {
+      const std::string name = number == 1 ? "logical" : text::format("logical{}", number);
+      add_part(impl_->parts, part_of(ddp, name), impl_->world.global_rank());
+    }
+  }
   impl_->watch_signals();
   return *this;
 }

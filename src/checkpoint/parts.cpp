@@ -138,6 +138,29 @@ Part part_of(GradScaler& scaler, const std::string& name) {
               }};
 }
 
+Part part_of(DistributedDataParallel& ddp, const std::string& name) {
+  return {.name = name,
+          .has_values = true,
+          .save =
+              [&ddp, name](Snapshot& snapshot) {
+                const auto state = ddp.logical_state();
+                snapshot.values[name] = {{"ranks", state.num_ranks},
+                                         {"seed", state.seed},
+                                         {"threads", state.num_threads},
+                                         {"steps", state.steps}};
+              },
+          .load =
+              [&ddp](const Json& values) {
+                const DistributedDataParallel::LogicalState state{
+                    .num_ranks = values.at("ranks"),
+                    .seed = values.at("seed"),
+                    .num_threads = values.at("threads"),
+                    .steps = values.at("steps")};
+                ddp.check_logical_state(state);
+                return Wish{.finish = [&ddp, state] { ddp.load_logical_state(state); }};
+              }};
+}
+
 Part part_of(WeightAverage& average, const std::string& name) {
   const Part tensors = part_of([&average] { return average.tensors(); }, name);
   return {.name = name,

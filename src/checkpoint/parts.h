@@ -76,6 +76,8 @@ Part part_of(const std::shared_ptr<torch::nn::Module>& model, const std::string&
 Part part_of(torch::optim::Optimizer& optimizer, const std::string& name);
 Part part_of(optim::Schedule& schedule, const std::string& name);
 Part part_of(GradScaler& scaler, const std::string& name);
+// Of a model that is trained with logical ranks.
+Part part_of(DistributedDataParallel& ddp, const std::string& name);
 Part part_of(WeightAverage& average, const std::string& name);
 Part part_of(PeriodicAverager& averager, const std::string& name);
 Part part_of(HierarchicalAverager& averager, const std::string& name);

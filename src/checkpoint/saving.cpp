@@ -54,6 +54,12 @@ std::string Checkpointer::Impl::take_snapshot(std::int64_t step, Snapshot& snaps
   wait();
   const ErrorPlace place{.rank = world.global_rank(), .step = step, .operation = "save"};
   if (step < 0) throw UsageError(place, "The step is negative.\nCount steps from 0.");
+  if (world.has_logical_ranks() && ddps.empty()) {
+    throw UsageError(
+        place,
+        "There are logical ranks, and no wrapped model was added: their random numbers "
+        "would begin again when the run is resumed.\nCall add(ddp).");
+  }
   for (const DistributedDataParallel* const ddp : ddps) {
     if (ddp->num_pending() == 0) continue;
     throw UsageError(place,

@@ -27,7 +27,6 @@ namespace lockstep::collective {
 namespace {
 
 constexpr std::size_t kBlock = 512;  // elements: at most 4 KiB of f64, and 7 of them are 28 KiB
-constexpr int kMaxDepth = 8;         // log2(kMaxRanks) + 1, and one to be merged
 
 std::uint32_t bits_of(float value) {
   std::uint32_t bits;
@@ -258,9 +257,10 @@ void reduce_as(const ReduceJob& job, std::size_t per_element = 1) {
         const W factor = static_cast<W>(job.factors[rank]);
         for (std::size_t i = 0; i < length; ++i) top[i] = static_cast<W>(top[i] * factor);
       }
-      // The blocks on the stack stand for the binary digits of the number of inputs read: as many
+      // The blocks on the stack stand for the binary digits of the number of leaves read: as many
       // are merged as digits turn to 0 with this one.
-      for (int digits = rank; (digits & 1) != 0; digits >>= 1) {
+      int merges = job.merges != nullptr ? job.merges[rank] : __builtin_ctz(~rank);
+      for (; merges > 0; --merges) {
         --depth;
         merge_block<W, Op>(stack[depth - 1], stack[depth], length);
       }

@@ -7,12 +7,14 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "collective/types.h"
 
 namespace lockstep::collective {
 
-constexpr int kMaxRanks = 64;
+constexpr int kMaxRanks = 64;  // of one engine
+constexpr int kMaxDepth = 12;  // log2(kMaxLeaves) + 1, and one to be merged
 
 struct ReduceJob {
   DataType type = DataType::kF32;
@@ -24,6 +26,8 @@ struct ReduceJob {
   void* const* outputs = nullptr;
   std::size_t count = 0;  // elements
   int average_over = 0;   // what kAverage divides by, if not by num_inputs
+  // Where inputs are subtrees (leaves.h): how many sums follow each. nullptr: inputs are leaves.
+  const std::uint8_t* merges = nullptr;
 };
 
 // Instruction sets for which the kernels were compiled.

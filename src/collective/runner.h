@@ -24,6 +24,9 @@ class Runner {
   // Whether Operation::count of a kAllToAll must be the largest part that any rank gives another.
   virtual bool needs_largest_part() const { return true; }
 
+  // Whether a sum over ranks is the tree of reduce.h over all of them.
+  virtual bool sums_in_tree() const { return true; }
+
   // Whether there is kReduceOnce: only where all ranks can map the same memory.
   virtual bool can_reduce_once() const { return false; }
 

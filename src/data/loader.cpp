@@ -64,11 +64,7 @@ struct LoaderBase::Impl {
 
   Ahead begin_pass(Epoch& epoch) {
     if (auto* const shared = std::get_if<DistributedSampler>(&sampler)) {
-      auto [own, its_pass] = shared->begin_pass();
-      if (options.drop_last && own.samples_per_rank() < options.batch_size) {
-        shared->set_epoch(own.epoch() + 1);  // what is left of this one would be dropped
-        std::tie(own, its_pass) = shared->begin_pass();
-      }
+      auto [own, its_pass] = shared->begin_pass(options.batch_size, options.drop_last);
       pass = its_pass;
       epoch = {.number = own.epoch(), .seed = own.state().seed};
       return std::move(own);

@@ -185,7 +185,14 @@ void write_records(const std::string& path, const std::vector<std::string>& reco
 }
 
 StreamSampler::StreamSampler(const World& world, const StreamOptions& options)
-    : StreamSampler(world.rank(), world.size(), options) {}
+    : StreamSampler(world.rank(), world.size(), options) {
+  if (!world.has_logical_ranks()) return;
+  throw UsageError(
+      {.rank = world.global_rank(), .operation = "StreamSampler"},
+      "Records that are read in order are dealt out to ranks, not to logical "
+      "ranks.\nUse a DistributedSampler, or a StreamSampler with a rank and a number of "
+      "ranks for each logical rank.");
+}
 
 StreamSampler::StreamSampler(int rank, int num_ranks, const StreamOptions& options)
     : rank_(rank), num_ranks_(num_ranks), options_(options) {

@@ -36,18 +36,19 @@ void write_int(torch::serialize::OutputArchive& archive, const std::string& name
 
 struct DistributedSampler::State {
   State() = default;
-  explicit State(const State& its) LOCKSTEP_REQUIRES(its.mutex)
-      : rank(its.rank),
+  State(const State& its, bool are_whole) LOCKSTEP_REQUIRES(its.mutex)
+      : ranks(its.ranks),
         global_rank(its.global_rank),
         num_ranks(its.num_ranks),
         options(its.options),
         lengths(its.lengths),
         num_samples(its.num_samples),
         begin(its.begin),
+        is_whole(are_whole),
         order(its.order) {}
 
   // Constant after construction.
-  std::int64_t rank = 0;
+  LogicalRanks ranks;   // whose samples these are, in turns
   int global_rank = 0;  // what errors call it
   std::int64_t num_ranks = 1;
   SamplerOptions options;  // without the lengths, which copies share
@@ -57,7 +58,14 @@ struct DistributedSampler::State {
   std::int64_t num_samples LOCKSTEP_GUARDED_BY(mutex) = 0;
   SamplerState begin LOCKSTEP_GUARDED_BY(mutex);      // of what is left of the epoch
   std::int64_t drawn LOCKSTEP_GUARDED_BY(mutex) = 0;  // by this rank, since then
-  std::int64_t pass LOCKSTEP_GUARDED_BY(mutex) = 0;   // how often `begin` was set
+  // In a round each of the ranks has its turn.
+  std::int64_t before LOCKSTEP_GUARDED_BY(mutex) = 0;   // drawn by each of them, in earlier rounds
+  int turn LOCKSTEP_GUARDED_BY(mutex) = 0;              // whose it is
+  std::int64_t in_turn LOCKSTEP_GUARDED_BY(mutex) = 0;  // drawn in it so far
+  int num_batches LOCKSTEP_GUARDED_BY(mutex) = 0;       // the same in batches
+  bool is_over LOCKSTEP_GUARDED_BY(mutex) = false;      // the rest is too little for a round
+  bool is_whole LOCKSTEP_GUARDED_BY(mutex) = false;     // of a loader that drops short batches
+  std::int64_t pass LOCKSTEP_GUARDED_BY(mutex) = 0;     // how often `begin` was set
   // The whole order, for kAsPython and kByLength. Shared, not changed.
   std::shared_ptr<const std::vector<std::int64_t>> order LOCKSTEP_GUARDED_BY(mutex);
 
@@ -118,25 +126,58 @@ struct DistributedSampler::State {
                                                          : "for evaluation"));
     }
     begin = {.seed = its.seed, .epoch = its.epoch, .consumed = its.consumed};
-    drawn = 0;
-    ++pass;
+    begin_pass();
     prepare();
+  }
+
+  void begin_pass() LOCKSTEP_REQUIRES(mutex) {
+    drawn = before = in_turn = 0;
+    turn = num_batches = 0;
+    is_over = false;
+    ++pass;
+  }
+
+  // What each of the ranks must have left for a round. One without all its batches is not begun:
+  // its gradients could not be averaged.
+  bool is_round(std::int64_t left, std::size_t batch_size, bool are_whole) const {
+    const auto others = static_cast<std::uint64_t>(options.batches_per_turn - 1);
+    const std::uint64_t needed = others * batch_size + (are_whole ? batch_size : 1);
+    return left > 0 && static_cast<std::uint64_t>(left) >= needed;
+  }
+
+  // Counts a batch; the turn may be over with it, and the round.
+  void count_batch(std::int64_t samples) LOCKSTEP_REQUIRES(mutex) {
+    drawn += samples;
+    in_turn += samples;
+    if (++num_batches < options.batches_per_turn && before + in_turn < count()) return;
+    if (++turn == ranks.count) {
+      turn = 0;
+      before += in_turn;
+    }
+    in_turn = 0;
+    num_batches = 0;
   }
 };
 
 DistributedSampler::DistributedSampler(std::size_t num_samples, const World& world,
                                        const SamplerOptions& options)
-    : DistributedSampler(num_samples, world.rank(), world.size(), options, world.global_rank()) {}
+    : DistributedSampler(num_samples, world.logical_ranks(), world.logical_size(), options,
+                         world.global_rank()) {}
 
 DistributedSampler::DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
                                        const SamplerOptions& options)
-    : DistributedSampler(num_samples, rank, num_ranks, options, rank) {}
+    : DistributedSampler(num_samples, {.first = rank, .count = 1}, num_ranks, options, rank) {}
 
-DistributedSampler::DistributedSampler(std::size_t num_samples, int rank, int num_ranks,
+DistributedSampler::DistributedSampler(std::size_t num_samples, LogicalRanks ranks, int num_ranks,
                                        const SamplerOptions& options, int global_rank)
     : state_(std::make_shared<State>()) {
-  check_place(rank, num_ranks);
-  state_->rank = rank;
+  check_place(ranks.first, num_ranks);
+  if (options.batches_per_turn < 1) {
+    throw UsageError({.rank = global_rank, .operation = "DistributedSampler"},
+                     text::format("SamplerOptions::batches_per_turn is {}.\nGive 1 or more.",
+                                  options.batches_per_turn));
+  }
+  state_->ranks = ranks;
   state_->global_rank = global_rank;
   state_->num_ranks = num_ranks;
   state_->options = options;
@@ -154,21 +195,28 @@ void DistributedSampler::reset(std::optional<std::size_t> num_samples) {
     state_->check_size(static_cast<std::int64_t>(*num_samples));
     state_->num_samples = static_cast<std::int64_t>(*num_samples);
   }
-  if (state_->drawn > 0 || state_->count() <= 0) {  // begun, or over
+  if (state_->drawn > 0 || state_->count() <= 0 || state_->is_over) {  // begun, or over
     ++state_->begin.epoch;
     state_->begin.consumed = 0;
   }
-  state_->drawn = 0;
-  ++state_->pass;
+  state_->begin_pass();
   state_->begin.consumed = std::min(state_->begin.consumed, state_->num_samples);
   state_->prepare();
 }
 
-std::pair<DistributedSampler, std::int64_t> DistributedSampler::begin_pass() {
+std::pair<DistributedSampler, std::int64_t> DistributedSampler::begin_pass(std::size_t batch_size,
+                                                                           bool is_whole) {
   reset();
+  const auto has_round = [&] {
+    const MutexLock lock(state_->mutex);
+    const bool has = state_->is_round(state_->count(), batch_size, is_whole);
+    state_->is_over = !has;
+    return has;
+  };
+  if (!has_round()) reset();  // what is left of this epoch would be left out
   DistributedSampler own(*this);
   const MutexLock lock(state_->mutex);
-  own.state_ = std::make_shared<State>(*state_);
+  own.state_ = std::make_shared<State>(*state_, is_whole);
   return {std::move(own), state_->pass};
 }
 
@@ -184,14 +232,20 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
   }
   State& state = *state_;
   const MutexLock lock(state.mutex);
-  const std::int64_t left = state.count() - state.drawn;
-  if (left <= 0) return std::nullopt;
+  const std::int64_t drawn = state.before + state.in_turn;
+  const std::int64_t left = state.count() - drawn;
+  const bool is_new_round = state.turn == 0 && state.num_batches == 0;
+  if (left <= 0 || (is_new_round && !state.is_round(left, batch_size, state.is_whole))) {
+    state.is_over = true;
+    return std::nullopt;
+  }
   const auto take = static_cast<std::int64_t>(
       std::min<std::uint64_t>(batch_size, static_cast<std::uint64_t>(left)));
   std::vector<std::size_t> indices(static_cast<std::size_t>(take));
   const Permutation permutation(static_cast<std::uint64_t>(state.num_samples), state.begin.seed,
                                 static_cast<std::uint64_t>(state.begin.epoch));
-  std::int64_t position = state.begin.consumed + state.drawn * state.num_ranks + state.rank;
+  std::int64_t position =
+      state.begin.consumed + drawn * state.num_ranks + state.ranks.first + state.turn;
   for (std::size_t& index : indices) {
     const std::int64_t at = position < state.num_samples ? position : position % state.num_samples;
     switch (state.options.order) {
@@ -207,7 +261,7 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
     }
     position += state.num_ranks;
   }
-  state.drawn += take;
+  state.count_batch(take);
   return indices;
 }
 
@@ -239,15 +293,17 @@ std::size_t DistributedSampler::samples_per_epoch() const {
 SamplerState DistributedSampler::state(std::optional<std::size_t> used) const {
   const MutexLock lock(state_->mutex);
   const std::int64_t mine = used ? static_cast<std::int64_t>(*used) : state_->drawn;
-  if (mine > state_->count()) {
+  const std::int64_t most = state_->count() * state_->ranks.count;
+  if (mine > most) {
     throw UsageError(
         {.rank = state_->global_rank, .operation = "DistributedSampler"},
         text::format("{} samples were said to be used, but this rank has {} in what is left of the "
                      "epoch.\nCount the samples since the last reset() or begin().",
-                     mine, state_->count()));
+                     mine, most));
   }
   SamplerState result = state_->begin;
-  result.consumed = std::min(result.consumed + mine * state_->num_ranks, state_->num_samples);
+  const std::int64_t of_each = mine / state_->ranks.count;  // between two rounds
+  result.consumed = std::min(result.consumed + of_each * state_->num_ranks, state_->num_samples);
   return result;
 }
 

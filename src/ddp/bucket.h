@@ -63,7 +63,8 @@ struct Bucket {
   std::size_t num_pending = 0;  // slots that have not fired
   WriterStreams writers;        // since it was posted last
   bool is_posted = false;
-  bool is_taken = false;  // Shard::kGradients: the means are where they belong
+  bool is_exchanged = false;  // logical ranks: their sums
+  bool is_taken = false;      // Shard::kGradients: the means are where they belong
   c10::intrusive_ptr<c10d::Work> work;
   std::function<void()> complete;  // a hook's
 };

@@ -31,6 +31,11 @@ void Reducer::accumulate(int k) {
                      text::format("accumulate({}) was asked for.\nGive 1 or more.", k));
   }
   const MutexLock lock(mutex_);
+  if (turns_.turn() > 0) {
+    throw UsageError({.rank = world_.global_rank(), .operation = "accumulate"},
+                     "Logical ranks of this step have had their turns, which would be lost.\nCall "
+                     "accumulate() between two steps.");
+  }
   accumulate_ = k;
   num_local_ = 0;
 }
@@ -43,6 +48,8 @@ void Reducer::discard() {
     sharing()->set_local(false);
   }
   num_local_ = 0;
+  if (turns_.are_on() && has_buffers_) turns_.restore_buffers(watch_.buffers());
+  turns_.reset();
 }
 
 void Reducer::set_weight(double samples) {
@@ -109,6 +116,11 @@ bool Reducer::is_followed(std::vector<Reducer*>::const_iterator one,
 void Reducer::enter_join(bool needs_state, const UnevenOptions& options) {
   const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
+  if (turns_.are_on()) {
+    throw UsageError({.rank = world_.global_rank(), .operation = "join"},
+                     "join() is for ranks that run out of data, and with logical ranks all have "
+                     "equally many batches.\nUse a DistributedSampler, and leave out join().");
+  }
   if (step_.phase != Phase::kIdle) abandon();
   needs_state_ = needs_state && options_.optimizer == nullptr;  // which takes the others' steps
   uneven_ = options;
@@ -149,7 +161,7 @@ void Reducer::check_replicas() {
 
 int Reducer::num_pending() const {
   const MutexLock lock(mutex_);
-  return num_local_;
+  return pending();
 }
 
 void Reducer::stop_when(std::function<bool()> is_asked) {
@@ -166,6 +178,7 @@ void Reducer::take_settings_from(Reducer& before) {
   const MutexLock lock(mutex_);
   const MutexLock other(before.mutex_);
   accumulate_ = before.accumulate_;
+  first_step_ = before.first_step_ + before.stats_.steps();
   is_asked_to_stop_ = before.is_asked_to_stop_;
   must_stop_ = before.must_stop_;
   epoch_ = before.epoch_;  // what hooks have kept is of another layout

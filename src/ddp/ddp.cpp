@@ -136,6 +136,17 @@ void DistributedDataParallel::backward(const at::Tensor& loss, const at::Tensor&
 NoSync DistributedDataParallel::no_sync() { return reducer_->no_sync(); }
 void DistributedDataParallel::accumulate(int k) { reducer_->accumulate(k); }
 void DistributedDataParallel::discard() { reducer_->discard(); }
+Turn DistributedDataParallel::play() { return reducer_->play(); }
+DistributedDataParallel::LogicalState DistributedDataParallel::logical_state() const {
+  return reducer_->logical_state();
+}
+void DistributedDataParallel::check_logical_state(const LogicalState& state) const {
+  reducer_->check_logical_state(state);
+}
+void DistributedDataParallel::load_logical_state(const LogicalState& state) {
+  reducer_->check_logical_state(state);
+  reducer_->load_logical_state(state);
+}
 void DistributedDataParallel::set_weight(double samples) { reducer_->set_weight(samples); }
 void DistributedDataParallel::join(const std::function<void()>& step,
                                    const UnevenOptions& options) {

@@ -146,6 +146,7 @@ void Reducer::compare_replicas() {
 void Reducer::end_step() {
   for (Bucket& bucket : buckets_.all()) bucket.writers.begin(bucket.flat.device());
   step_ = {};
+  turns_.reset();
   hook_comm_.end_step();
   num_local_ = 0;
   if (sharing()) sharing()->set_local(false);
@@ -164,6 +165,8 @@ void Reducer::wait_for(Bucket& bucket) {
         bucket.complete();
       }
       hook_stream_.order_before_current(bucket.flat.device());
+    } else if (turns_.are_exchanged()) {
+      exchange_roots(bucket);
     } else {
       try {
         bucket.work->wait();
@@ -183,7 +186,7 @@ void Reducer::wait_for(Bucket& bucket) {
 void Reducer::write_numbers() {
   numbers_.clear();
   numbers_.set(Flag::kProblem, !step_.problem.empty());
-  numbers_.set(Flag::kWeighted, step_.weight != 1);
+  numbers_.set(Flag::kWeighted, step_.weight != 1 || turns_.is_weighted());
   numbers_.set(Flag::kNeedsState, needs_state_);
   numbers_.set(Flag::kDiffers, first_gradients_.differ());
   numbers_.set(Flag::kEndsEarly, is_joined_ && uneven_.throw_on_early_termination);
@@ -208,9 +211,7 @@ void Reducer::write_numbers() {
 // of all buckets (weighs_first_).
 void Reducer::find_scale() {
   if (!numbers_.any(Flag::kWeighted)) return;
-  const auto total = weighs_first_
-                         ? step_.weights[0].item<double>()
-                         : world_.all_reduce(at::tensor(step_.weight, at::kDouble)).item<double>();
+  const double total = weighs_first_ ? step_.weights[0].item<double>() : total_weight();
   if (total == 0 && !step_.part) {  // of a part: take_weights()
     drop_step();
     throw UsageError(
@@ -218,10 +219,14 @@ void Reducer::find_scale() {
         "All ranks gave the weight 0: a mean of no samples does not exist.\n"
         "Leave out the step, on all ranks, or call join() on ranks out of data.");
   }
-  step_.scale = !weighs_first_ ? world_.size() / total : options_.hook ? 1 : world_.size();
+  step_.scale = !weighs_first_ ? world_.logical_size() / total : options_.hook ? 1 : world_.size();
 }
 
 void Reducer::scale(Bucket& bucket) {
+  if (turns_.divisor() > 1) {
+    const at::Tensor sums = my_means(bucket);
+    (sums.is_complex() ? at::view_as_real(sums) : sums).div_(turns_.divisor());
+  }
   if (step_.scale != 1) my_means(bucket).mul_(step_.scale);
 }
 
@@ -262,7 +267,9 @@ void Reducer::hand_out(std::size_t index) {
   if (!numbers_.is_present(index)) {
     grad = at::Tensor();
   } else if (!slot.is_sparse) {
-    grad = shares_gradients() ? at::Tensor() : slot.view;
+    // With logical ranks 16-bit gradients are added up in f32, and rounded here, once.
+    const bool is_rounded = turns_.are_on() && !options_.reduce_type && !shares_gradients();
+    grad = shares_gradients() ? at::Tensor() : is_rounded ? slot.view.to(slot.type) : slot.view;
   } else if (!step_.is_own) {
     grad = mean_of_sparse(sharers(), grad, slot.parameter, step_.factor, step_.scale);
   }
@@ -270,6 +277,10 @@ void Reducer::hand_out(std::size_t index) {
 
 // Written so that autograd does not see it: a graph that is still to be run keeps its buffers.
 void Reducer::sync_buffers() {
+  if (turns_.are_on()) {
+    const bool are_averaged = options_.buffers == BufferSync::kMean;
+    return turns_.finish_buffers(world_, watch_.buffers(), are_averaged);
+  }
   if (world_.size() == 1) return;
   std::vector<at::Tensor> averaged;
   std::vector<at::Tensor> copied;

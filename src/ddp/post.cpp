@@ -132,6 +132,7 @@ void Reducer::post(Bucket& bucket) {
     bucket.writers.order_before_current(device);
     if (options_.check_finite) check_finite(bucket);
     weigh(bucket.own, step_.factor);
+    if (turns_.are_on()) add_turns(bucket);
     if (options_.hook) {
       GradBucket view{.index = static_cast<int>(index), .epoch = epoch_, .flat = bucket.flat};
       for (const std::size_t one : bucket.plan.slots) {
@@ -141,10 +142,13 @@ void Reducer::post(Bucket& bucket) {
       bucket.complete = options_.hook->start(std::move(view), hook_comm_);
       return;
     }
-    if (stats_.steps() == 0 && index == 0 && step_.weight == 1 && world_.size() > 1)
+    if (stats_.steps() == 0 && index == 0 && step_.weight == 1 && world_.size() > 1 &&
+        !turns_.are_on())
       first_gradients_.keep(my_part(bucket.own));
     if (index + 1 == buckets_.all().size() && !are_numbers_apart_) write_numbers();
-    bucket.work = shares_gradients() ? start_shared_mean(bucket) : start_mean(bucket.wire, world_);
+    if (turns_.are_exchanged()) return;  // when it is waited for
+    bucket.work = shares_gradients() ? start_shared_mean(bucket)
+                                     : start_mean(bucket.wire, world_, reduction());
   } catch (...) {
     // A device's engine that has failed may refuse all that follows. The numbers of the step, in
     // main memory, tell all ranks why, and nobody uses its buckets.
@@ -165,16 +169,21 @@ void Reducer::check_finite(const Bucket& bucket) {
   for (std::size_t i = 0; i < bucket.plan.slots.size(); ++i) {
     const std::size_t one = bucket.plan.slots[i];
     if (is_finite(bucket.own.narrow(0, bucket.plan.offsets[i], bucket.plan.counts[i]))) continue;
-    note_problem(
-        text::format("The gradient of {} is not finite on this rank.\nLook at its samples and its "
-                     "loss, or lower the learning rate.",
-                     slots_[one].name));
+    note_problem(text_of_not_finite(slots_[one]));
   }
 }
 
-c10::intrusive_ptr<c10d::Work> Reducer::start_mean(const at::Tensor& tensor, const World& world) {
+std::string Reducer::text_of_not_finite(const Slot& slot) {
+  return text::format(
+      "The gradient of {} is not finite on this rank.\nLook at its samples and its loss, or lower "
+      "the learning rate.",
+      slot.name);
+}
+
+c10::intrusive_ptr<c10d::Work> Reducer::start_mean(const at::Tensor& tensor, const World& world,
+                                                   c10d::ReduceOp op) {
   c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::AVG;
+  options.reduceOp = op;
   std::vector<at::Tensor> tensors = {tensor};
   return world.backend()->allreduce(tensors, options);
 }

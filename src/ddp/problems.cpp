@@ -139,6 +139,7 @@ void Reducer::keep_unfinished() {
 void Reducer::drop_step() {
   order_after_posted();
   if (shares_gradients()) sharing()->set_gradients({});  // their memory was written again
+  if (turns_.are_on() && has_buffers_) turns_.restore_buffers(watch_.buffers());
   for (Slot& slot : slots_) {
     slot.own = at::Tensor();
     if (slot.is_sparse || buckets_.all()[slot.buckets.front()].is_posted) {

@@ -3,6 +3,8 @@
 #include "ddp/reducer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
 #include <c10/util/strides.h>
 #include <lockstep/error.h>
 #include <torch/csrc/autograd/engine.h>
@@ -35,7 +37,7 @@ std::string line_of(const std::string& role, const NamedTensor& one) {
 std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters,
                                       const std::vector<NamedTensor>& buffers,
                                       const std::vector<std::string>& sparse,
-                                      const DdpOptions& options) {
+                                      const DdpOptions& options, const World& world) {
   std::vector<std::string> lines = {text::format(
       "options: bucket_bytes {}, first_bucket_bytes {}, buffers {}, check_every {}, "
       "hook {}, reduce_type {}, optimizer {}, shard {} from {} bytes, name '{}'",
@@ -44,6 +46,10 @@ std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters
       options.reduce_type ? c10::toString(*options.reduce_type) : "none",
       options.optimizer == nullptr ? "none" : "in backward", static_cast<int>(options.shard),
       options.shard_min_bytes, options.name)};
+  if (world.has_logical_ranks()) {
+    lines.push_back(text::format("logical ranks with seed {} and {} threads each", world.seed(),
+                                 at::get_num_threads()));
+  }
   for (const NamedTensor& one : parameters) lines.push_back(line_of("parameter", one));
   for (const NamedTensor& one : buffers) lines.push_back(line_of("buffer", one));
   for (const std::string& name : sparse) lines.push_back("sparse " + name);
@@ -68,11 +74,12 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
       hook_comm_(world_),
       watch_(std::move(model)),
       buckets_(world_.backend()),
+      turns_(world_),
       numbers_(world_.rank(), world_.size()) {
   const at::NoGradGuard no_grad;
   const std::vector<NamedTensor> parameters = watch_.parameters();
   if (world_.size() > 1) {
-    check_same_lines(world_, describe_all(parameters, watch_.buffers(), sparse, options_),
+    check_same_lines(world_, describe_all(parameters, watch_.buffers(), sparse, options_, world_),
                      "DistributedDataParallel", "Models or options",
                      "Build the same model with the same options on all ranks.");
   }
@@ -89,6 +96,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   add_slots(std::move(sparse));
   if (options_.optimizer != nullptr) check_optimizer();
   check_shard();
+  check_logical();
   weighs_first_ = options_.hook || std::ranges::any_of(slots_, [](const Slot& slot) {
                     return slot.shape.type == at::kHalf;
                   });
@@ -99,6 +107,10 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
 
   order_ = ReadyOrder(slots_);
   numbers_.set_num_slots(slots_.size());
+  if (turns_.are_on() && !are_numbers_apart_) {
+    numbers_.set_divisor(turns_.are_exchanged() || turns_.divisor() == 1 ? world_.logical_size()
+                                                                         : 1);
+  }
   if (options_.shard != Shard::kNone && world_.size() > 1) share_memory();
   const auto warning = std::make_shared<GradientHook::Warning>();
   warning->say = [rank = world_.global_rank(), name = options_.name] {
@@ -147,7 +159,9 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
     slot.name = std::move(one.name);
     slot.parameter = std::move(one.tensor);
     slot.type = slot.parameter.scalar_type();
-    slot.shape = {slot.parameter.numel(), reduce_type_of(slot.parameter, options_),
+    const at::ScalarType type = reduce_type_of(slot.parameter, options_);
+    // Sums of several logical ranks are not rounded.
+    slot.shape = {slot.parameter.numel(), turns_.are_on() ? at::toOpMathType(type) : type,
                   slot.parameter.device()};
     slot.sizes = slot.parameter.sizes().vec();
     const c10::DimVector by_row = c10::contiguous_strides(slot.parameter.sizes());
@@ -181,7 +195,8 @@ void Reducer::on_gradient(std::size_t index) {
   // Reached, but with no gradient; or nothing of this rank counts in this step.
   if (!slot.parameter.grad().defined() || !step_.problem.empty()) return;
   if (step_.phase == Phase::kLocal) {
-    if (!slot.is_sparse && !(shares_gradients() ? keep_own(slot) : move_in(slot))) {
+    const bool keeps_own = shares_gradients() || !turns_.is_last();
+    if (!slot.is_sparse && !(keeps_own ? keep_own(slot) : move_in(slot))) {
       throw UsageError({.rank = world_.global_rank(), .operation = operation()},
                        std::exchange(step_.problem, {}));
     }
@@ -191,6 +206,7 @@ void Reducer::on_gradient(std::size_t index) {
     // .grad is a tensor of its own: post() took the other away.
     if (buckets_.all()[slot.buckets.front()].is_posted) {
       slot.is_late = true;
+      if (turns_.are_on()) note_late_turn(slot);
       return;
     }
     if (!shares_gradients()) {
@@ -218,14 +234,17 @@ void Reducer::begin_backward(bool is_in_engine) {
     torch::autograd::Engine::get_default_engine().queue_callback([this, task] { end_backward(); });
   }
   ++num_backwards_;
-  const std::string change = watch_.find_change(slots_, num_local_ > 0);
-  const bool is_local = *no_sync_depth_ > 0 || num_local_ + 1 < accumulate_;
+  const std::string change = watch_.find_change(slots_, pending() > 0);
+  const bool ends_turn = *no_sync_depth_ == 0 && num_local_ + 1 >= accumulate_;
+  const bool is_local = !ends_turn || !turns_.is_last();
   if (is_local && !change.empty()) {
     throw UsageError(
         {.rank = world_.global_rank(), .step = stats_.steps(), .operation = operation()}, change);
   }
   begin_step(is_local ? Phase::kLocal : Phase::kSynchronised);
   step_.task = task;
+  step_.ends_turn = is_local && ends_turn;
+  if (turns_.are_on()) check_turn();
   note_problem(change);
   if (sharing() && step_.phase == Phase::kSynchronised) note_misuse_of_shards();
 }
@@ -253,6 +272,7 @@ void Reducer::begin_step(Phase phase) {
   for (Bucket& bucket : buckets_.all()) {
     bucket.num_pending = bucket.plan.slots.size();
     bucket.is_posted = false;
+    bucket.is_exchanged = false;
     bucket.is_taken = false;
     bucket.work.reset();
     bucket.complete = nullptr;
@@ -295,8 +315,11 @@ void Reducer::end_backward() {
   const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
   if (step_.phase == Phase::kLocal) {
+    const bool ends_turn = step_.ends_turn;
     step_ = {};
     ++num_local_;
+    turns_.end_backward();
+    if (ends_turn) end_turn();
     if (sharing()) sharing()->set_local(true);
     ModelWatch::take_fingerprints(slots_);
     return;
@@ -354,7 +377,14 @@ void Reducer::finish_all(std::vector<Reducer*> reducers, bool are_followed) {
 void Reducer::abandon() {
   if (step_.phase == Phase::kLocal) {
     step_ = {};
-    return;
+    if (!turns_.are_on()) return;
+    // What this logical rank would have given is missing: all are told at the end of the step.
+    turns_.note_problem(
+        "Its backward() was ended by an exception in the middle of a turn.\nSee what that rank "
+        "said.");
+    for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+    turns_.end_backward();
+    return end_turn();
   }
   // Whether this rank's program has been told: by the exception that ended its backward.
   const bool is_told = step_.problem.empty() && !step_.is_of_join;

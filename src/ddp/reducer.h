@@ -24,6 +24,7 @@
 #include "ddp/step_numbers.h"
 #include "ddp/step_stats.h"
 #include "ddp/streams.h"
+#include "ddp/turns.h"
 #include "world/unfinished.h"
 
 namespace lockstep {
@@ -42,6 +43,11 @@ class Reducer {
   void accumulate(int k);
   void discard();
   void set_weight(double samples);
+  Turn play();
+  using LogicalState = DistributedDataParallel::LogicalState;
+  LogicalState logical_state() const;
+  void check_logical_state(const LogicalState& state) const;
+  void load_logical_state(const LogicalState& state);
   bool is_distributed() const { return world_.size() > 1; }
   // Plays out the steps of ranks that have data, of all these models, until all ranks are here.
   static void join(const std::vector<Reducer*>& reducers, const std::function<void()>& step,
@@ -85,6 +91,7 @@ class Reducer {
     bool is_all_posted = false;
     bool is_followed = false;    // by another model of the same backward
     bool is_of_join = false;     // begun by join(), not by a backward
+    bool ends_turn = false;      // a local backward, the last of its logical rank
     bool waits_no_more = false;  // Shard::kGradients: for a place in the middle of backward
     bool is_broken = false;      // a device's engine did not take all collectives
     StepStats::Clock::time_point wait_began = {};
@@ -104,8 +111,8 @@ class Reducer {
     return step_.part ? *step_.part : world_;
   }
   bool is_alone() const {
-    return world_.size() == 1 && !options_.hook && !options_.reduce_type &&
-           !options_.check_finite && options_.optimizer == nullptr;
+    return world_.size() == 1 && !world_.has_logical_ranks() && !options_.hook &&
+           !options_.reduce_type && !options_.check_finite && options_.optimizer == nullptr;
   }
 
   // calls.cpp: the rounds of join().
@@ -133,10 +140,27 @@ class Reducer {
   void post_ready(Until until) LOCKSTEP_REQUIRES(mutex_);
   void post(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void check_finite(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
-  static c10::intrusive_ptr<c10d::Work> start_mean(const at::Tensor& tensor, const World& world);
+  static std::string text_of_not_finite(const Slot& slot);
+  static c10::intrusive_ptr<c10d::Work> start_mean(const at::Tensor& tensor, const World& world,
+                                                   c10d::ReduceOp op = c10d::ReduceOp::AVG);
+  // Of buckets: with logical ranks that are played in turns, the engine only adds up.
+  c10d::ReduceOp reduction() const LOCKSTEP_REQUIRES(mutex_) {
+    return turns_.divisor() > 1 ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
+  }
   void poll() LOCKSTEP_REQUIRES(mutex_);
 
   bool is_dense(const Slot& slot) LOCKSTEP_REQUIRES(mutex_);
+
+  // logical.cpp: the turns of logical ranks.
+  void check_logical() LOCKSTEP_REQUIRES(mutex_);
+  int pending() const LOCKSTEP_REQUIRES(mutex_) { return turns_.turn() * accumulate_ + num_local_; }
+  void drop_old_gradients() LOCKSTEP_REQUIRES(mutex_);
+  void check_turn() LOCKSTEP_REQUIRES(mutex_);
+  void note_late_turn(const Slot& slot) LOCKSTEP_REQUIRES(mutex_);
+  void end_turn() LOCKSTEP_REQUIRES(mutex_);
+  void add_turns(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  void exchange_roots(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  double total_weight() LOCKSTEP_REQUIRES(mutex_);
 
   // sharded_post.cpp: DdpOptions::shard.
   bool shares_gradients() const LOCKSTEP_REQUIRES(mutex_) {
@@ -241,6 +265,7 @@ class Reducer {
   std::shared_ptr<Slices> slices_ LOCKSTEP_GUARDED_BY(mutex_);  // the same, on devices
   bool is_sliced_ LOCKSTEP_GUARDED_BY(mutex_) = false;          // they are there, or being made
   bool reduces_once_ LOCKSTEP_GUARDED_BY(mutex_) = false;       // the engine writes the mean once
+  Turns turns_ LOCKSTEP_GUARDED_BY(mutex_);
   ReadyOrder order_ LOCKSTEP_GUARDED_BY(mutex_);
   StepNumbers numbers_ LOCKSTEP_GUARDED_BY(mutex_);
   StepStats stats_ LOCKSTEP_GUARDED_BY(mutex_);
@@ -253,6 +278,7 @@ class Reducer {
   int epoch_ LOCKSTEP_GUARDED_BY(mutex_) = 0;      // how often buckets were laid out
   double weight_ LOCKSTEP_GUARDED_BY(mutex_) = 1;  // of the next step
   int accumulate_ LOCKSTEP_GUARDED_BY(mutex_) = 1;
+  std::int64_t first_step_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // of the run: those before wrapping
   // Local backwards since the last synchronised one.
   int num_local_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
   std::int64_t num_backwards_ LOCKSTEP_GUARDED_BY(mutex_) = 0;

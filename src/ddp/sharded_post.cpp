@@ -20,11 +20,12 @@
 namespace lockstep {
 namespace {
 
-// Ranks that share a core are further apart.
-std::chrono::milliseconds wait_for_place(const World& world) {
+// Ranks that share a core are further apart, and so are those whose backwards take long.
+std::chrono::milliseconds wait_for_place(const World& world, double last_backward_ms) {
   const auto num_cores = std::max(::sysconf(_SC_NPROCESSORS_ONLN), 1L);
   const auto ranks_per_core = (world.local_size() + num_cores - 1) / num_cores;
-  return std::chrono::milliseconds(300) * std::max(ranks_per_core, 1L);
+  return std::max(std::chrono::milliseconds(300) * std::max(ranks_per_core, 1L),
+                  std::chrono::milliseconds(static_cast<std::int64_t>(last_backward_ms / 4)));
 }
 
 }  // namespace
@@ -129,7 +130,7 @@ void Reducer::share_memory() {
   if (has_devices()) return cut_slices();
   shards_ = Shards::place(world_, trained(), watch_.frozen());
   if (!shares_gradients()) return;
-  reduces_once_ = can_reduce_once(*world_.backend());
+  reduces_once_ = can_reduce_once(*world_.backend()) && !turns_.are_exchanged();
   buckets_.share(shards_->host(), reduces_once_);
   lay_out_buckets();
 }
@@ -200,10 +201,11 @@ bool Reducer::has_place(const Bucket& bucket, Until until) {
   // On a device nobody waits: the place is used in the order of streams.
   if (!shares_gradients() || !bucket.before || is_sliced_) return true;
   Bucket& before = buckets_.all()[*bucket.before];
-  if (before.is_taken || before.work->isCompleted()) return true;
+  if (before.is_taken || !before.work) return before.is_taken;
+  if (before.work->isCompleted()) return true;
   if (step_.waits_no_more || until == Until::kFirstWait) return false;
   try {
-    before.work->wait(wait_for_place(world_));
+    before.work->wait(wait_for_place(world_, stats_.get().backward_ms));
   } catch (const std::exception&) {  // NOLINT: what it is, the wait at the end of the step tells
   }
   step_.waits_no_more = !before.work->isCompleted();
@@ -253,8 +255,8 @@ c10::intrusive_ptr<c10d::Work> Reducer::start_shared_mean(const Bucket& bucket) 
     at::Tensor input = bucket.own;
     return world_.backend()->_reduce_scatter_base(output, input, options);
   }
-  if (!reduces_once_) return start_mean(bucket.wire, world_);
-  return start_reduce_once(*world_.backend(), bucket.wire, bucket.result, c10d::ReduceOp::AVG);
+  if (!reduces_once_) return start_mean(bucket.wire, world_, reduction());
+  return start_reduce_once(*world_.backend(), bucket.wire, bucket.result, reduction());
 }
 
 // Where the engine leaves the mean in this rank's place, each rank of the host moves a part of it
@@ -279,7 +281,8 @@ at::Tensor Reducer::my_part(const at::Tensor& flat) const {
 
 // Collective on the host, where ranks have written parts: when it returns, all of them have.
 void Reducer::hand_out_shared() {
-  if (shards_ && (!reduces_once_ || step_.scale != 1 || numbers_.any(StepNumbers::kLate))) {
+  if (shards_ && (!reduces_once_ || step_.scale != 1 || turns_.divisor() > 1 ||
+                  numbers_.any(StepNumbers::kLate))) {
     shards_->host().barrier();
   }
   std::vector<at::Tensor> gradients;

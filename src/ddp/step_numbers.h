@@ -30,7 +30,9 @@ class StepNumbers {
     kNumFlags
   };
 
-  StepNumbers(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks) {}
+  StepNumbers(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks), divisor_(num_ranks) {}
+  // What the reduction divides sums by, if not by the number of ranks.
+  void set_divisor(int divisor) { divisor_ = divisor; }
   void set_num_slots(std::size_t num_slots) { num_slots_ = num_slots; }
   std::int64_t count() const;
 
@@ -49,7 +51,7 @@ class StepNumbers {
   int num_active() const;
   // The first rank that had data, in this step or, if nobody has any more, in the last one.
   int first_active() const { return first_active_; }
-  double step_ms(int rank) const { return at(time_at(rank)) * static_cast<float>(num_ranks_); }
+  double step_ms(int rank) const { return at(time_at(rank)) * static_cast<float>(divisor_); }
   bool is_present(std::size_t slot) const { return at(present_at(slot)) > 0; }
 
  private:
@@ -62,6 +64,7 @@ class StepNumbers {
 
   const int rank_;
   const int num_ranks_;
+  int divisor_;
   std::size_t num_slots_ = 0;
   std::vector<float> values_;
   int first_active_ = 0;

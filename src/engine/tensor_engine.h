@@ -68,6 +68,7 @@ class TensorEngine : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override;
+  bool sums_in_tree() const { return runner_->sums_in_tree(); }
   // reduce_once.h. Both tensors are contiguous: the output is written where it is, by other ranks.
   bool can_reduce_once() const { return runner_->can_reduce_once(); }
   WorkPtr reduce_once(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);

@@ -284,6 +284,14 @@ SyncBatchNorm::SyncBatchNorm(std::shared_ptr<torch::nn::Module> model, const Wor
     throw UsageError({.rank = world.global_rank(), .operation = "SyncBatchNorm"},
                      "There is no model: the pointer is empty.\nMake the model first.");
   }
+  if (world.logical_size() > world.size()) {
+    throw UsageError(
+        {.rank = world.global_rank(), .operation = "SyncBatchNorm"},
+        text::format("{} ranks play {} logical ranks in turns, and a forward needs the statistics "
+                     "of all of them at once.\nUse as many ranks as logical ranks, or BatchNorm "
+                     "without SyncBatchNorm.",
+                     world.size(), world.logical_size()));
+  }
   if (world.size() == 1) return;
   const PurposeScope purpose(Purpose::kSyncBatchNorm);
   const auto own = std::make_shared<World>(world.duplicate("SyncBatchNorm"));

@@ -10,6 +10,7 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "collective/leaves.h"
 #include "engine/engines.h"
 #include "engine/hosts.h"
 #include "shm/board.h"
@@ -61,6 +62,20 @@ Placement placement_from(const JoinOptions& options, const Placement& launched) 
   placement.size = *options.size;
   placement.launcher = has_launcher ? launched.launcher : "the program itself";
   return placement;
+}
+
+// The same on all ranks, or the rendezvous says so.
+int num_logical_from(const JoinOptions& options, const Environment& environment, int size) {
+  const int asked = options.logical_ranks != 0
+                        ? options.logical_ranks
+                        : environment.get_int("LOCKSTEP_LOGICAL_RANKS").value_or(0);
+  if (asked == 0 || (asked >= size && asked <= collective::kMaxLeaves)) return asked;
+  throw UsageError(
+      {.operation = "join"},
+      text::format("{} logical ranks were asked for, with {} rank{}.\nAsk for as many as there are "
+                   "ranks at least, and {} at most (JoinOptions::logical_ranks, or the variable "
+                   "LOCKSTEP_LOGICAL_RANKS).",
+                   asked, size, size == 1 ? "" : "s", collective::kMaxLeaves));
 }
 
 // A host that all hosts reach, also those of a world that is a part of the launcher's.
@@ -143,7 +158,8 @@ World World::join(const JoinOptions& options) {
   const auto deadline = std::chrono::steady_clock::now() + options.join_timeout;
   const Environment environment = Environment::of_process();
   const Placement launched = launched_as(options, environment);
-  const Placement placement = placement_from(options, launched);
+  Placement placement = placement_from(options, launched);
+  placement.num_logical = num_logical_from(options, environment, placement.size);
   const Log log(placement.rank);  // before anybody is told of this rank: it may throw
   const std::string engine = options.engine == "auto"
                                  ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
@@ -159,6 +175,7 @@ World World::join(const JoinOptions& options) {
   state->members = rendezvous.members;
   state->local_rank = state->self().local_rank;
   state->engine = engine;
+  state->num_logical = placement.num_logical;
   state->local_size = static_cast<int>(Hosts(rendezvous.members).with(placement.rank).size());
   state->store =
       c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/user", open.store);

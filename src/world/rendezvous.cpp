@@ -31,6 +31,7 @@ struct Record {
   int size = 0;
   std::string launcher;
   std::string engine;
+  int num_logical = 0;
   std::string build;  // lockstep, LibTorch and the engines in this program
 };
 
@@ -53,6 +54,7 @@ Json to_json(const Record& record) {
           {"size", record.size},
           {"launcher", record.launcher},
           {"engine", record.engine},
+          {"num_logical", record.num_logical},
           {"build", record.build}};
 }
 
@@ -75,6 +77,7 @@ Record record_from(const Json& json) {
   record.size = json.at("size");
   record.launcher = json.at("launcher");
   record.engine = json.at("engine");
+  record.num_logical = json.value("num_logical", 0);
   record.build = json.at("build");
   return record;
 }
@@ -109,6 +112,7 @@ class Participant {
     self_.size = placement.size;
     self_.launcher = placement.launcher;
     self_.engine = engine;
+    self_.num_logical = placement.num_logical;
     self_.build = this_build();
     generation_ = text::format("lockstep/{}", placement.generation);
   }
@@ -256,6 +260,10 @@ class Participant {
                                   what, mine, describe(other.member), theirs)};
     };
     if (other.engine != self_.engine) return differ("the engine", self_.engine, other.engine);
+    if (other.num_logical != self_.num_logical) {
+      return differ("a number of logical ranks of", std::to_string(self_.num_logical),
+                    std::to_string(other.num_logical));
+    }
     if (other.build != self_.build) return differ("the build", self_.build, other.build);
     return std::nullopt;
   }

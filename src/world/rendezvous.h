@@ -33,7 +33,8 @@ struct Rendezvous {
 
 // `engine`: what this rank wants; ranks must want the same and have it. `page`: its page of the
 // board (shm/board.h).
-// Throws: MismatchError (two processes with one rank, sizes, engines or versions that differ),
+// Throws: MismatchError (two processes with one rank, sizes, engines, numbers of logical
+// ranks or versions that differ),
 // TimeoutError (names the ranks that did not come), PeerLostError (a rank died while joining).
 // Throws StoreLost if the store itself failed.
 Rendezvous hold_rendezvous(const OpenStore& open, const Placement& placement,

@@ -28,6 +28,7 @@ struct World::Derived {
   std::string engine;  // to be made
   std::string key;     // that no other world made of this one has
   std::string label;
+  int num_logical = 0;  // a part of a world has none
 };
 
 World World::derive(Derived part) const {
@@ -35,6 +36,8 @@ World World::derive(Derived part) const {
   state->rank = part.rank;
   state->members = std::move(part.members);
   state->engine = state_->engine;
+  state->num_logical = part.num_logical;
+  state->seed = state_->seed;
   state->local_rank = part.local_rank;
   state->local_size = part.local_size;
   state->store = c10::make_intrusive<c10d::PrefixStore>(part.key, state_->store);
@@ -73,7 +76,8 @@ World World::duplicate(const std::string& label) const {
        .local_size = local_size(),
        .engine = backend()->getBackendName(),
        .key = text::format("duplicate{}", number),
-       .label = label.empty() ? text::format("duplicate {} of {}", number, label_of()) : label});
+       .label = label.empty() ? text::format("duplicate {} of {}", number, label_of()) : label,
+       .num_logical = state_->num_logical});
 }
 
 std::optional<World> World::split(std::optional<int> color, int key,

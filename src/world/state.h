@@ -19,9 +19,13 @@ struct World::State {
   int local_size = 1;
   std::vector<Member> members;  // by rank
   std::string engine;           // as asked for: what a part of this world is made with
+  int num_logical = 0;          // logical ranks; 0: each rank plays itself
   c10::intrusive_ptr<c10d::Store> store;
   EngineContext context;  // of the engine, for those like it
   mutable std::atomic<int> num_derived{0};
+  // Of the run; shared with the worlds that are made of this one.
+  std::shared_ptr<std::atomic<std::uint64_t>> seed =
+      std::make_shared<std::atomic<std::uint64_t>>(0);
   // On devices, of calls that nobody waits for any more.
   std::shared_ptr<UnfinishedWorks> unfinished = std::make_shared<UnfinishedWorks>();
   Traits traits;                              // of the backend

@@ -1,5 +1,6 @@
 #include <lockstep/world.h>
 
+#include "collective/leaves.h"
 #include "world/state.h"
 
 namespace lockstep {
@@ -11,6 +12,14 @@ int World::global_rank(int rank) const {
 }
 int World::local_rank() const { return state_->local_rank; }
 int World::local_size() const { return state_->local_size; }
+bool World::has_logical_ranks() const { return state_->num_logical > 0; }
+int World::logical_size() const { return has_logical_ranks() ? state_->num_logical : size(); }
+LogicalRanks World::logical_ranks() const {
+  const collective::Leaves mine = collective::leaves_of(rank(), size(), logical_size());
+  return {.first = mine.first, .count = mine.count};
+}
+std::uint64_t World::seed() const { return *state_->seed; }
+void World::set_seed(std::uint64_t seed) const { *state_->seed = seed; }
 const std::string& World::host() const { return state_->self().host; }
 const std::vector<Member>& World::members() const { return state_->members; }
 const c10::intrusive_ptr<c10d::Backend>& World::backend() const { return state_->backend; }

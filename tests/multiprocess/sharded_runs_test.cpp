@@ -4,75 +4,17 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
-#include <torch/nn.h>
 
 #include <algorithm>
 
+#include "multiprocess/run_models.h"
 #include "multiprocess/sharded_model.h"
 #include "support/run_ranks.h"
 
 namespace lockstep::test {
 namespace {
 
-namespace nn = torch::nn;
 namespace to = torch::optim;
-
-void fill(nn::Module& module) {
-  const torch::NoGradGuard no_grad;
-  int seed = 0;
-  for (auto& one : module.parameters()) one.copy_(0.1 * numbers(one.sizes().vec(), ++seed));
-}
-
-struct MlpImpl : nn::Module {
-  MlpImpl() { fill(*this); }
-  at::Tensor forward(int rank, int step) {
-    const at::Tensor hidden = torch::relu(first(numbers({4, 20}, 31 * step + rank)));
-    return last(torch::dropout(torch::relu(middle(hidden)), 0.3, is_training()));
-  }
-  nn::Linear first = register_module("first", nn::Linear(20, 301));
-  nn::Linear middle = register_module("middle", nn::Linear(301, 97));
-  nn::Linear last = register_module("last", nn::Linear(97, 5));
-};
-TORCH_MODULE(Mlp);
-
-struct CnnImpl : nn::Module {
-  CnnImpl() {
-    fill(*this);
-    norm->weight.set_requires_grad(false);  // frozen
-  }
-  at::Tensor forward(int rank, int step) {
-    const at::Tensor images = numbers({3, 3, 9, 9}, 37 * step + rank);
-    return last(torch::relu(norm(conv2(torch::relu(conv1(images))))).mean({2, 3}));
-  }
-  nn::Conv2d conv1 = register_module("conv1", nn::Conv2d(nn::Conv2dOptions(3, 40, 3)));
-  nn::Conv2d conv2 = register_module("conv2", nn::Conv2d(nn::Conv2dOptions(40, 24, 3)));
-  nn::BatchNorm2d norm = register_module("norm", nn::BatchNorm2d(24));
-  nn::Linear last = register_module("last", nn::Linear(24, 5));
-};
-TORCH_MODULE(Cnn);
-
-// A block of a GPT; its embedding is its last layer, too.
-struct SmallGptImpl : nn::Module {
-  static constexpr std::int64_t kWidth = 48;
-  SmallGptImpl() { fill(*this); }
-  at::Tensor forward(int rank, int step) {
-    const at::Tensor text = (numbers({2, 7}, 41 * step + rank).abs() * 100).to(at::kLong) % 30;
-    const at::Tensor x = tokens(text);
-    const auto parts = qkv(norm1(x)).unflatten(2, {3, 4, -1}).permute({2, 0, 3, 1, 4}).unbind();
-    const at::Tensor mixed =
-        at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0, true);
-    const at::Tensor y = x + out(mixed.transpose(1, 2).flatten(2));
-    return torch::linear(y + down(torch::gelu(up(norm2(y)))), tokens->weight);
-  }
-  nn::Embedding tokens = register_module("tokens", nn::Embedding(30, kWidth));
-  nn::LayerNorm norm1 = register_module("norm1", nn::LayerNorm(nn::LayerNormOptions({kWidth})));
-  nn::Linear qkv = register_module("qkv", nn::Linear(kWidth, 3 * kWidth));
-  nn::Linear out = register_module("out", nn::Linear(kWidth, kWidth));
-  nn::LayerNorm norm2 = register_module("norm2", nn::LayerNorm(nn::LayerNormOptions({kWidth})));
-  nn::Linear up = register_module("up", nn::Linear(kWidth, 4 * kWidth));
-  nn::Linear down = register_module("down", nn::Linear(4 * kWidth, kWidth));
-};
-TORCH_MODULE(SmallGpt);
 
 // One training with an optimizer of type T, in all modes at once.
 template <typename Model, typename T, typename Options>

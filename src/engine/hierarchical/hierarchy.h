@@ -38,6 +38,8 @@ class Hierarchy final : public collective::Runner {
   int size() const override { return layout_.num_ranks(); }
   int global_rank(int peer) const override { return layout_.global_rank(peer); }
 
+  bool sums_in_tree() const override { return layout_.sums_in_tree(); }
+
   std::shared_ptr<collective::Request> start(collective::Operation operation) override;
   std::shared_ptr<collective::MessageRequest> start(collective::Message message) override;
   bool poll(const collective::Request& request) override;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "engine/hosts.h"
@@ -40,6 +41,19 @@ struct HostLayout {
   int helper(int on_host, int of_index) const {
     const auto& ranks = hosts.ranks[static_cast<std::size_t>(on_host)];
     return ranks[static_cast<std::size_t>(of_index) % ranks.size()];
+  }
+  // Whether the tree over the ranks of each host, and then over hosts, is the tree over all ranks:
+  // hosts of equal size, a power of two, with ranks one behind the other.
+  bool sums_in_tree() const {
+    const std::size_t size = hosts.ranks.front().size();
+    int next = 0;
+    for (const auto& ranks : hosts.ranks) {
+      if (ranks.size() != size) return false;
+      for (const int one : ranks) {
+        if (one != next++) return false;
+      }
+    }
+    return std::has_single_bit(size);
   }
   bool is_leader() const { return my_index == 0; }
   bool is_in_team() const { return my_index < num_teams; }

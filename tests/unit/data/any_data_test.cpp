@@ -248,6 +248,26 @@ TEST(AnyData, TheLastBatchIsDroppedIfAsked) {
   EXPECT_EQ(again.state().epoch, 2);
 }
 
+// With turns of several batches: half a turn is not begun.
+TEST(AnyData, ATurnIsDroppedWhole) {
+  const auto data = std::make_shared<TensorDataset>(at::arange(26), at::arange(26));
+  for (const bool drops_last : {false, true}) {
+    const auto make = [&] {
+      return Loader(data, DistributedSampler(26, 0, 2, {.batches_per_turn = 2}),
+                    {.batch_size = 4, .drop_last = drops_last});
+    };
+    Loader loader = make();
+    std::vector<std::size_t> sizes;
+    for (const Batch& batch : loader) sizes.push_back(batch.indices.size());
+    using Sizes = std::vector<std::size_t>;  // of 13 samples
+    EXPECT_EQ(sizes, drops_last ? (Sizes{4, 4}) : (Sizes{4, 4, 4, 1}));
+    Loader again = make();
+    again.load_state(loader.state());
+    EXPECT_EQ(again.next()->indices.size(), 4U);
+    EXPECT_EQ(again.state().epoch, 1);
+  }
+}
+
 struct Squares : torch::data::Dataset<Squares> {
   torch::data::Example<> get(std::size_t index) override {
     if (index == 9) throw std::runtime_error("nine is missing");

@@ -3,6 +3,7 @@
 #include <lockstep/sampler.h>
 #include <torch/data.h>
 #include <torch/serialize.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
 #include <map>
@@ -189,6 +190,56 @@ TEST(Sampler, ResumesAtAnyPointWithAnyOtherWorldSize) {
     after.reset();
     EXPECT_EQ(after.epoch(), state.epoch + 1);  // a finished epoch is not begun again
   }
+}
+
+World world_of_logical_ranks(int count) {
+  return World::join({.engine = "solo",
+                      .logical_ranks = count,
+                      .rank = 0,
+                      .size = 1,
+                      .store = c10::make_intrusive<c10d::HashStore>()});
+}
+
+TEST(Sampler, LogicalRanksHaveBatchesInTurn) {
+  constexpr int kRanks = 3;
+  constexpr std::size_t kSamples = 50;  // 17 for each: batches of 4 leave a rest
+  const World world = world_of_logical_ranks(kRanks);
+  for (const int batches_per_turn : {1, 2}) {
+    const SamplerOptions options = {.seed = 5, .batches_per_turn = batches_per_turn};
+    DistributedSampler all(kSamples, world, options);
+    std::vector<DistributedSampler> each;
+    for (int rank = 0; rank < kRanks; ++rank) each.emplace_back(kSamples, rank, kRanks, options);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      int num_rounds = 0;
+      for (bool has_more = true; has_more; num_rounds += has_more ? 1 : 0) {
+        for (DistributedSampler& one : each) {
+          for (int batch = 0; batch < batches_per_turn; ++batch) {
+            const auto expected = one.next(4);
+            has_more = expected.has_value();
+            EXPECT_EQ(all.next(4), expected);
+            if (!has_more) break;
+          }
+          if (!has_more) break;
+        }
+        EXPECT_EQ(all.state(), each.front().state());
+      }
+      EXPECT_EQ(num_rounds, batches_per_turn == 1 ? 5 : 2);  // of the fifth batch, half a turn
+      all.reset();
+      for (DistributedSampler& one : each) one.reset();
+    }
+  }
+}
+
+TEST(Sampler, ARestThatIsLeftOutIsNoEpoch) {
+  const SamplerOptions options = {.batches_per_turn = 2};
+  DistributedSampler sampler(22, 0, 2, options);  // 11 samples: a turn of 8, and a rest of 3
+  EXPECT_EQ(draw(sampler, 4).size(), 8U);
+  DistributedSampler resumed(22, 0, 2, options);
+  resumed.load_state(sampler.state());
+  EXPECT_EQ(resumed.next(4), std::nullopt);
+  resumed.reset();
+  EXPECT_EQ(resumed.epoch(), 1);
+  EXPECT_EQ(draw(resumed, 4).size(), 8U);
 }
 
 TEST(Sampler, ALoaderThatDrawsAheadSaysWhatWasUsed) {

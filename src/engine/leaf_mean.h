@@ -1,0 +1,48 @@
+// LeafMean: the mean over logical ranks, the same bits on any engine and whoever plays them.
+//
+// Each rank has summed what is complete of the tree over its own (collective/leaves.h), and gives
+// these roots. Where an engine does not add them up in that tree by itself, ranks exchange slices:
+// each gets its slice of every root, sums them in the order of the tree, and gives the result to
+// all. That moves as many bytes as an all-reduce, times the number of roots in its first half.
+// Threading: as the engine's.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "collective/leaves.h"
+
+namespace lockstep {
+
+class LeafMean {
+ public:
+  // Requires: as many leaves as the engine has ranks, at least.
+  LeafMean(c10::intrusive_ptr<c10d::Backend> engine, int num_leaves);
+
+  int num_leaves() const { return num_leaves_; }
+  const collective::Leaves& held() const { return held_; }  // by this rank
+  std::size_t num_roots() const { return num_roots_[static_cast<std::size_t>(rank_)]; }
+  // An all-reduce of the engine is the sum over leaves: all ranks have one root of the same size,
+  // and the engine adds up ranks in the order of the tree.
+  bool is_all_reduce() const { return is_all_reduce_; }
+
+  // `output` becomes the mean. `roots` are this rank's, from left to right; `output` may be one of
+  // them. Collective; waits. Requires: contiguous f32 or f64 in main memory, the same type and
+  // number of elements on all ranks. Throws what the engine throws.
+  void run(const std::vector<at::Tensor>& roots, const at::Tensor& output) const;
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> engine_;
+  const int num_leaves_;
+  const int rank_;
+  const collective::Leaves held_;
+  std::vector<std::size_t> num_roots_;  // by rank
+  std::vector<std::uint8_t> merges_;    // by root, of all ranks
+  bool is_all_reduce_ = false;
+};
+
+}  // namespace lockstep
