@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <numeric>
 #include <sstream>
@@ -19,6 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr const char* kVariable = "LOCKSTEP_BENCH_WATCH";
 constexpr std::chrono::milliseconds kInterval{50};
+constexpr std::chrono::minutes kLongest{5};
 
 struct Sample {
   double pss;
@@ -50,6 +52,19 @@ double stated_bytes(const std::string& contents, const std::string& name) {
 void tell_watch() {
   if (const char* const path = std::getenv(kVariable)) {
     std::ofstream(path, std::ios::app) << '.' << std::flush;
+  }
+}
+
+void leave_watch() {
+  tell_watch();
+  const char* const path = std::getenv(kVariable);
+  const char* const num_ranks = std::getenv("WORLD_SIZE");
+  if (path == nullptr || num_ranks == nullptr) return;
+  const std::size_t num_told = 2 * std::stoul(num_ranks);
+  const auto until = Clock::now() + kLongest;
+  std::error_code gone;  // with the watch
+  while (std::filesystem::file_size(path, gone) <= num_told && !gone && Clock::now() < until) {
+    std::this_thread::sleep_for(kInterval);
   }
 }
 
@@ -85,8 +100,8 @@ void MemoryWatch::watch(const std::stop_token& token, const std::vector<pid_t>& 
   while (!token.stop_requested()) {
     const auto start = Clock::now();
     std::vector<Sample> samples;
+    const bool is_last = num_told() >= 2 * ranks.size();  // and they stay until they are released
     for (const pid_t rank : ranks) samples.push_back(sample_of(rank));
-    if (num_told() > ranks.size()) return;  // a rank has ended its steps meanwhile
     double sum = 0;
     double page_tables = 0;
     peaks_.resize(ranks.size());
@@ -97,9 +112,11 @@ void MemoryWatch::watch(const std::stop_token& token, const std::vector<pid_t>& 
     }
     sampled_ = std::max(sampled_, sum);
     page_table_bytes_ = std::max(page_table_bytes_, page_tables);
+    if (is_last) break;
     // Ranks cannot map memory while they are looked at: they have half of the time for it.
     std::this_thread::sleep_for(std::max<Clock::duration>(kInterval, Clock::now() - start));
   }
+  (void)!::pwrite(file_.get(), ".", 1, static_cast<off_t>(num_told()));
 }
 
 }  // namespace lockstep::bench

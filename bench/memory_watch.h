@@ -2,8 +2,9 @@
 //
 // Reading a process's PSS walks its page tables, which costs time. So a rank first does the steps
 // that are timed, then some that are watched, and tells so: it appends a byte to a file when they
-// begin, and one when they end. From when all ranks have begun to when the first has ended, a
-// thread here looks at them, again and again. Python's ranks do the same (peers/ddp.py).
+// begin, and one when they end. From when all ranks have begun to when the last has ended, a
+// thread here looks at them, again and again; then it appends a byte, which the ranks wait for.
+// Python's ranks do the same (peers/ddp.py).
 //
 // A step needs most for some ms only (a gradient and its place in a bucket), which samples may miss
 // in some runs. The kernel keeps no peak of the PSS, but one of resident memory, which is begun
@@ -25,8 +26,10 @@ namespace lockstep::bench {
 // A size in the contents of a file of /proc, in bytes; 0 if it is not there.
 double stated_bytes(const std::string& contents, const std::string& name);
 
-// In a rank: its watched steps begin, or have ended.
+// In a rank: its watched steps begin.
 void tell_watch();
+// They have ended: waits until all ranks have been looked at for the last time.
+void leave_watch();
 
 class MemoryWatch {
  public:

@@ -118,6 +118,15 @@ class Rows:
             return ""
         return number(row["ms_per_step"]) + (f" ({row['x_barrier']:.2f})" if row["x_barrier"] else "")
 
+    def logical(self):
+        limit = lambda value, digits: f" (at most {value:.{digits}f})" if value is not None else ""
+        return table(["", "ranks", "turns", "plain, ms", "logical, ms", "logical / plain", "quiet",
+                      "copies of gradients more in a rank", "wrong"],
+                     ([MODELS[row["model"]], str(row["ranks"]), str(row["turns"]), number(row["plain_ms"]), number(row["ms"]),
+                       f"{row['times']:.3f}{limit(row['most_times'], 2)}", f"{row['quiet_times']:.3f}",
+                       f"{row['copies']:.2f}{limit(row['most_copies'], 0)}" if row["copies"] is not None else "",
+                       str(row["wrong"])] for row in self.of(bench="logical")))
+
     def hosts(self):
         return table(["", "peer", "ms", "against lockstep", "MB sent per host and step", "against the bound"],
                      ([row["what"].replace("_", " "), row["peer"], number(row["ms"]), f"{row['vs_lockstep']:.2f}",
@@ -201,6 +210,7 @@ class Rows:
                 "memory": self.steps("peak_mb"), "host memory": self.of_host(self.of_host_mb),
                 "host paper": self.of_host(lambda row: f"{row['x_formula']:.2f}" if row["x_formula"] else ""),
                 "host replicated": self.of_host(self.of_host_ratio), "host steps": self.of_host(self.of_host_step),
+                "logical": self.logical(),
                 "alone": self.alone(), "gpt": self.gpt(), "hosts": self.hosts(),
                 "scaling": self.scaling(), "scaling hosts": self.scaling_hosts(), "launch": self.launch(),
                 "kit": self.kit(), "kit training": self.kit_training(), "checkpoint": self.checkpoint(), "summary": self.summary()}

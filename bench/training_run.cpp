@@ -20,6 +20,7 @@
 #include "base/hash.h"
 #include "base/posix.h"
 #include "base/text.h"
+#include "collective/leaves.h"
 #include "memory_watch.h"
 #include "models.h"
 #include "peers/bare.h"
@@ -36,19 +37,21 @@ constexpr double kLearningRate = 1e-4;  // the optimizer's other options are Pyt
 // An ordinary training loop, and what the peer puts around it.
 class Training {
  public:
-  explicit Training(const TrainingRun& run, int rank)
-      : workload_(make_workload(run.model, rank)),
-        parameters_(workload_.model->parameters()),
+  // `batches`: those of a step.
+  Training(const TrainingRun& run, const collective::Leaves& batches)
+      : workloads_(make_workloads(run.model, batches)),
+        parameters_(workloads_.front().model->parameters()),
         optimizer_(std::make_unique<optim::AdamW>(parameters_,
                                                   torch::optim::AdamWOptions(kLearningRate))) {
     if (run.peer.starts_with("lockstep") || run.peer == "world_of_one") {
-      world_ = World::join();
+      world_ = World::join({.logical_ranks = run.logical_ranks});
       DdpOptions options;
       if (run.peer == "lockstep_bf16") options.hook = bf16_hook();
       if (run.peer == "lockstep_in_backward") options.optimizer = optimizer_.get();
       if (run.peer == "lockstep_optimizer") options.shard = Shard::kOptimizer;
       if (run.peer == "lockstep_gradients") options.shard = Shard::kGradients;
-      ddp_.emplace(workload_.model, *world_, options);
+      ddp_.emplace(workloads_.front().model, *world_, options);
+      if (run.micro_batches > 1) ddp_->accumulate(run.micro_batches);
       if (options.shard != Shard::kNone) {
         optimizer_ = std::make_unique<optim::Sharded<optim::AdamW>>(
             parameters_, torch::optim::AdamWOptions(kLearningRate));
@@ -64,11 +67,14 @@ class Training {
   }
 
   void step() {
-    workload_.model->zero_grad();
-    if (reducer_) reducer_->before_forward();
-    const auto loss = workload_.loss();
-    if (reducer_) reducer_->before_backward();
-    loss.backward();
+    workloads_.front().model->zero_grad();
+    for (const Workload& workload : workloads_) {
+      if (world_ && world_->has_logical_ranks()) ddp_->play();
+      if (reducer_) reducer_->before_forward();
+      const auto loss = workload.loss();
+      if (reducer_) reducer_->before_backward();
+      loss.backward();
+    }
     optimizer_->step();  // of lockstep_in_backward and bare: nothing is left to do
     if (has_barrier_) world_->barrier();
   }
@@ -101,7 +107,18 @@ class Training {
   }
 
  private:
-  Workload workload_;
+  // One for each batch, all with the first one's model.
+  static std::vector<Workload> make_workloads(const std::string& model,
+                                              const collective::Leaves& batches) {
+    std::vector<Workload> workloads;
+    for (int batch = batches.first; batch < batches.end(); ++batch) {
+      workloads.push_back(make_workload(model, batch));
+      workloads.back().model = workloads.front().model;
+    }
+    return workloads;
+  }
+
+  std::vector<Workload> workloads_;
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::optional<World> world_;
@@ -126,7 +143,9 @@ double percentile(std::vector<double>& values, int percent) {
 }
 
 Measurement train(const TrainingRun& run, int rank, int size) {
-  Training training(run, rank);
+  const collective::Leaves plain{.first = rank * run.micro_batches, .count = run.micro_batches};
+  Training training(
+      run, run.logical_ranks > 0 ? collective::leaves_of(rank, size, run.logical_ranks) : plain);
   bind_to_core(rank, size);
   for (int i = 0; i < run.warm_up; ++i) training.step();
   std::vector<double> times;
@@ -142,7 +161,7 @@ Measurement train(const TrainingRun& run, int rank, int size) {
   result.wire_mb = (sent_mb() - sent_before) / run.steps;
   tell_watch();
   for (int i = 0; i < run.watched_steps; ++i) training.step();
-  tell_watch();
+  leave_watch();
   result.peak_mb = peak_mb();
   result.mean_ms = std::accumulate(times.begin(), times.end(), 0.0) / run.steps;
   result.ms_per_step = percentile(times, 50);
@@ -187,6 +206,12 @@ int run_ourselves(const TrainingRun& run, Variables variables, std::vector<std::
                                         std::to_string(run.steps)};
   if (run.watched_steps > 0) {
     arguments.insert(arguments.end(), {"--watched-steps", std::to_string(run.watched_steps)});
+  }
+  if (run.micro_batches > 1) {
+    arguments.insert(arguments.end(), {"--micro-batches", std::to_string(run.micro_batches)});
+  }
+  if (run.logical_ranks > 0) {
+    arguments.insert(arguments.end(), {"--logical-ranks", std::to_string(run.logical_ranks)});
   }
   variables.insert(
       {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_LOG", "warning"}, {"LOCKSTEP_BENCH_RANK", "1"}});
@@ -233,12 +258,13 @@ Measurement measure(const TrainingRun& run, const std::string& python) {
 }
 
 std::int64_t count_wrong(const std::string& peer, const std::vector<Measurement>& rounds,
-                         const std::vector<Measurement>& replicated) {
-  const bool is_shared = peer == "lockstep_optimizer" || peer == "lockstep_gradients";
+                         const std::vector<Measurement>& expected) {
+  const bool is_compared =
+      peer == "lockstep_optimizer" || peer == "lockstep_gradients" || peer == "lockstep_logical";
   std::int64_t wrong = 0;
   for (const Measurement& one : rounds) {
-    const bool differs = !replicated.empty() && one.hash != replicated.front().hash;
-    wrong += is_shared && differs ? one.parameters : one.wrong;
+    const bool differs = !expected.empty() && one.hash != expected.front().hash;
+    wrong += is_compared && differs ? one.parameters : one.wrong;
   }
   return wrong;
 }

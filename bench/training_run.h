@@ -19,6 +19,8 @@ struct TrainingRun {
   int steps = 0;          // that are timed
   int ranks = 2;          // for measure()
   int watched_steps = 0;  // after those, in which memory is looked at (memory_watch.h)
+  int micro_batches = 1;  // of each rank in a step: DistributedDataParallel::accumulate
+  int logical_ranks = 0;  // that the ranks play in turns, each with a batch of its own; 0: none
 };
 
 struct Measurement {
@@ -56,10 +58,11 @@ inline constexpr Peer kPeers[] = {{"limit", 2, false},
                                   {"world_of_one", 1, false}};
 
 // Elements that differ between ranks, of all rounds. Where the ranks share them (DdpOptions::shard)
-// they cannot: then it is all elements of a round that does not have the bits of `replicated`, a
-// run of replicas with as many steps.
+// they cannot: then it is all elements of a round that does not have the bits of `expected`, a run
+// of replicas with as many steps. The same with logical ranks, where `expected` is a run of as
+// many.
 std::int64_t count_wrong(const std::string& peer, const std::vector<Measurement>& rounds,
-                         const std::vector<Measurement>& replicated);
+                         const std::vector<Measurement>& expected);
 
 // Requires: there is a round.
 double median(const std::vector<Measurement>& rounds, double Measurement::*member);

@@ -132,10 +132,19 @@ def sent_mb():  # of the host, where it has a network of its own
 
 
 def tell_watch():
-    """As tell_watch() of bench/memory_watch.h: watched steps begin, or have ended."""
+    """As tell_watch() of bench/memory_watch.h: watched steps begin."""
     if path := os.environ.get("LOCKSTEP_BENCH_WATCH"):
         with open(path, "ab") as file:
             file.write(b".")
+
+
+def leave_watch():
+    """As leave_watch() there: they have ended."""
+    tell_watch()
+    path = os.environ.get("LOCKSTEP_BENCH_WATCH")
+    until = time.monotonic() + 300
+    while path and os.stat(path).st_size <= 2 * int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def drop_gradient(parameter):
@@ -208,7 +217,7 @@ def main():
     tell_watch()
     for _ in range(options.watched_steps):
         step()
-    tell_watch()
+    leave_watch()
     result = {
         "ms_per_step": statistics.median(times),
         "quiet_ms": sorted(times)[len(times) // 50],

@@ -212,11 +212,18 @@ class LOCKSTEP_API DistributedDataParallel {
   //     optimizer.zero_grad();
   //   }
   Turn play();
+  // Instead of a backward: this rank, or the logical rank whose turn it is, has no data in this
+  // step. It counts with weight 0; others may have data. Returns whether a step of the optimizer
+  // follows: not after a turn that is not the last, and not if nobody had data. With accumulate(),
+  // what a turn has so far counts. join() does it until all are out of data. Collective in the last
+  // turn.
+  bool skip(const UnevenOptions& options = {});
   // What the bits of a training with logical ranks depend on besides its program and data.
   struct LogicalState {
     int num_ranks = 0;  // logical; 0: the world has none
     std::uint64_t seed = 0;
     int num_threads = 1;     // intra-op, of each rank
+    std::string platform = {};  // LibTorch's version, the instruction set, the model of the CPU
     std::int64_t steps = 0;  // synchronised backwards of the run, also those before it was resumed
     bool operator==(const LogicalState&) const = default;
   };

@@ -15,6 +15,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace lockstep {
 
@@ -37,6 +38,32 @@ class LOCKSTEP_API Accuracy {
 // longer a number. Collective. Throws on all ranks: UsageError that names the ranks whose value is
 // not finite, and the values.
 LOCKSTEP_API double finite_mean(const at::Tensor& loss, const World& world);
+
+// The mean of a number that each turn has, such as its loss: the same bits on any number of ranks
+// that play the same logical ranks. Without logical ranks, the mean over ranks.
+//
+//   TurnMean mean(world);
+//   ...
+//   const auto turn = ddp.play();
+//   mean.add(turn.logical_rank, loss, batch_size);     // in each turn
+//   if (!turn.is_last) continue;
+//   const double shown = mean.take();                  // of the step
+class LOCKSTEP_API TurnMean {
+ public:
+  explicit TurnMean(World world);
+
+  // Several of one turn, or of several steps, are added up. Throws: UsageError for a weight that is
+  // negative or not finite, or a logical rank that this rank does not play.
+  void add(int logical_rank, const at::Tensor& value, double weight = 1);
+  void add(int logical_rank, double value, double weight = 1);
+  // Of all that was added on all ranks; 0 if that is nothing. Begins anew. Collective.
+  double take();
+
+ private:
+  World world_;
+  std::vector<double> sums_;     // by logical rank: of value times weight
+  std::vector<double> weights_;  // by logical rank
+};
 
 // The time of a step, and samples a second, over the last steps.
 class LOCKSTEP_API StepClock {

@@ -42,6 +42,10 @@ struct JoinOptions {
   // (DistributedDataParallel::play, docs/reproducibility.md). 0: LOCKSTEP_LOGICAL_RANKS says, or
   // there are none.
   int logical_ranks = 0;
+  // With logical ranks: intra-op threads of each rank. LibTorch cuts sums by threads, so they are
+  // part of the result. join() sets them (at::set_num_threads), whatever the number of cores is.
+  // 0: LOCKSTEP_THREADS says, or 1.
+  int threads = 0;
   // For programs that know their place themselves: all three, instead of a launcher's variables.
   std::optional<int> rank = std::nullopt;
   std::optional<int> size = std::nullopt;

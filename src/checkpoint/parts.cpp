@@ -147,6 +147,7 @@ Part part_of(DistributedDataParallel& ddp, const std::string& name) {
                 snapshot.values[name] = {{"ranks", state.num_ranks},
                                          {"seed", state.seed},
                                          {"threads", state.num_threads},
+                                         {"platform", state.platform},
                                          {"steps", state.steps}};
               },
           .load =
@@ -155,6 +156,7 @@ Part part_of(DistributedDataParallel& ddp, const std::string& name) {
                     .num_ranks = values.at("ranks"),
                     .seed = values.at("seed"),
                     .num_threads = values.at("threads"),
+                    .platform = values.at("platform"),
                     .steps = values.at("steps")};
                 ddp.check_logical_state(state);
                 return Wish{.finish = [&ddp, state] { ddp.load_logical_state(state); }};

@@ -11,6 +11,12 @@ Leaves leaves_of(int holder, int num_holders, int num_leaves) {
   return {.first = first_of(holder), .count = first_of(holder + 1) - first_of(holder)};
 }
 
+int holder_of(int leaf, int num_holders, int num_leaves) {
+  int holder = 0;
+  while (leaves_of(holder, num_holders, num_leaves).end() <= leaf) ++holder;
+  return holder;
+}
+
 std::vector<Subtree> roots_of(const Leaves& held) {
   std::vector<Subtree> roots;
   for (int next = held.first; next < held.end();) {

@@ -34,6 +34,9 @@ struct Subtree {
 // Requires: 0 <= holder < num_holders <= num_leaves.
 Leaves leaves_of(int holder, int num_holders, int num_leaves);
 
+// Who holds a leaf.
+int holder_of(int leaf, int num_holders, int num_leaves);
+
 // The largest complete subtrees of a run, from left to right.
 std::vector<Subtree> roots_of(const Leaves& held);
 

@@ -30,6 +30,9 @@ class Runner {
   // Whether there is kReduceOnce: only where all ranks can map the same memory.
   virtual bool can_reduce_once() const { return false; }
 
+  // Whether another rank is known to wait in an operation of another runner, perhaps for this rank.
+  virtual bool is_needed_elsewhere() { return false; }
+
   // Begins an operation; memory must stay as it is until it is done.
   // Throws UsageError, or what an earlier operation failed with.
   virtual std::shared_ptr<Request> start(Operation operation) = 0;

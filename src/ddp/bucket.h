@@ -12,12 +12,14 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "ddp/bucket_plan.h"
 #include "ddp/streams.h"
+#include "engine/leaf_mean.h"
 
 namespace lockstep {
 
@@ -63,9 +65,11 @@ struct Bucket {
   std::size_t num_pending = 0;  // slots that have not fired
   WriterStreams writers;        // since it was posted last
   bool is_posted = false;
-  bool is_exchanged = false;  // logical ranks: their sums
-  bool is_taken = false;      // Shard::kGradients: the means are where they belong
+  bool is_taken = false;  // Shard::kGradients: the means are where they belong
   c10::intrusive_ptr<c10d::Work> work;
+  std::unique_ptr<LeafMean::Exchange> exchange;  // logical ranks: instead of `work`
+  bool is_exchanged = false;
+  std::int64_t bytes_given = 0;    // to the engine
   std::function<void()> complete;  // a hook's
 };
 

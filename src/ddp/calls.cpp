@@ -116,11 +116,6 @@ bool Reducer::is_followed(std::vector<Reducer*>::const_iterator one,
 void Reducer::enter_join(bool needs_state, const UnevenOptions& options) {
   const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
-  if (turns_.are_on()) {
-    throw UsageError({.rank = world_.global_rank(), .operation = "join"},
-                     "join() is for ranks that run out of data, and with logical ranks all have "
-                     "equally many batches.\nUse a DistributedSampler, and leave out join().");
-  }
   if (step_.phase != Phase::kIdle) abandon();
   needs_state_ = needs_state && options_.optimizer == nullptr;  // which takes the others' steps
   uneven_ = options;
@@ -128,12 +123,36 @@ void Reducer::enter_join(bool needs_state, const UnevenOptions& options) {
   is_joined_ = num_local_ == 0;
 }
 
+double Reducer::weight_without_data() const {
+  if (!uneven_.divide_by_initial_world_size) return 0;
+  return turns_.are_on() ? turns_.last_weight() : last_weight_;
+}
+
+bool Reducer::skip(const UnevenOptions& options) {
+  const auto leave = c10::make_scope_exit([&] { leave_join(); });
+  enter_join(false, options);
+  {
+    const MutexLock lock(mutex_);
+    const at::NoGradGuard no_grad;
+    if (!turns_.is_last()) {
+      begin_turn();
+      end_turn();
+      if (sharing()) sharing()->set_local(true);
+      ModelWatch::take_fingerprints(slots_);
+      return false;
+    }
+  }
+  begin_round();
+  return finish_round();
+}
+
 void Reducer::begin_round() {
   const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
+  play_without_data();
   if (is_joined_) {
     for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
-    weight_ = uneven_.divide_by_initial_world_size ? last_weight_ : 0;
+    weight_ = weight_without_data();
   }
   begin_step(Phase::kSynchronised);
   step_.is_of_join = true;

@@ -137,6 +137,9 @@ NoSync DistributedDataParallel::no_sync() { return reducer_->no_sync(); }
 void DistributedDataParallel::accumulate(int k) { reducer_->accumulate(k); }
 void DistributedDataParallel::discard() { reducer_->discard(); }
 Turn DistributedDataParallel::play() { return reducer_->play(); }
+bool DistributedDataParallel::skip(const UnevenOptions& options) {
+  return reducer_->is_distributed() && reducer_->skip(options);
+}
 DistributedDataParallel::LogicalState DistributedDataParallel::logical_state() const {
   return reducer_->logical_state();
 }

@@ -86,7 +86,7 @@ void Reducer::finish_posted() {
   if (numbers_.any(Flag::kProblem)) throw_problems();
   if (numbers_.num_active() == 0) {  // nobody has data any more: this was the last round
     order_after_posted();
-    if (numbers_.any(Flag::kNeedsState)) take_state_from(numbers_.first_active(), true);
+    if (numbers_.any(Flag::kNeedsState)) take_state_from(rank_with_data(), true);
     return end_step();
   }
   if (numbers_.any(Flag::kEndsEarly)) throw_early_end();
@@ -153,6 +153,15 @@ void Reducer::end_step() {
 }
 
 void Reducer::wait_for_all() {
+  // The second halves of all exchanges travel together.
+  for (Bucket& bucket : buckets_.all()) {
+    if (!bucket.exchange) continue;
+    try {
+      bucket.exchange->start_second_half();
+    } catch (...) {
+      explain(std::current_exception(), text_of(bucket));
+    }
+  }
   for (Bucket& bucket : buckets_.all()) wait_for(bucket);
 }
 
@@ -166,7 +175,7 @@ void Reducer::wait_for(Bucket& bucket) {
       }
       hook_stream_.order_before_current(bucket.flat.device());
     } else if (turns_.are_exchanged()) {
-      exchange_roots(bucket);
+      finish_exchange(bucket);
     } else {
       try {
         bucket.work->wait();
@@ -189,11 +198,16 @@ void Reducer::write_numbers() {
   numbers_.set(Flag::kWeighted, step_.weight != 1 || turns_.is_weighted());
   numbers_.set(Flag::kNeedsState, needs_state_);
   numbers_.set(Flag::kDiffers, first_gradients_.differ());
-  numbers_.set(Flag::kEndsEarly, is_joined_ && uneven_.throw_on_early_termination);
+  numbers_.set(Flag::kEndsEarly,
+               turns_.ends_early() || (is_joined_ && uneven_.throw_on_early_termination));
   numbers_.set(Flag::kFollowed, step_.is_followed);
   numbers_.set(Flag::kBroken, step_.is_broken);
   numbers_.set(Flag::kStop, is_asked_to_stop_ && is_asked_to_stop_());
-  numbers_.set_active(!is_joined_);
+  if (turns_.are_on()) {
+    for (const int one : turns_.with_data()) numbers_.set_active(one);
+  } else if (!is_joined_) {
+    numbers_.set_active(world_.rank());
+  }
   numbers_.set_step_ms(stats_.ms_since_last_step());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
@@ -279,7 +293,7 @@ void Reducer::hand_out(std::size_t index) {
 void Reducer::sync_buffers() {
   if (turns_.are_on()) {
     const bool are_averaged = options_.buffers == BufferSync::kMean;
-    return turns_.finish_buffers(world_, watch_.buffers(), are_averaged);
+    return turns_.finish_buffers(world_, watch_.buffers(), are_averaged, numbers_.first_active());
   }
   if (world_.size() == 1) return;
   std::vector<at::Tensor> averaged;
@@ -291,7 +305,7 @@ void Reducer::sync_buffers() {
   }
   move_packed(averaged,
               [&](const at::Tensor& packed) { world_.all_reduce(packed, ReduceOp::AVG); });
-  const int root = numbers_.first_active();
+  const int root = rank_with_data();
   move_packed(copied, [&](const at::Tensor& packed) { world_.broadcast(packed, root); });
 }
 

@@ -8,11 +8,18 @@
 #include <utility>
 
 #include "base/hash.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "ddp/gradient_hook.h"
+#include "ddp/platform.h"
 #include "ddp/reducer.h"
 
 namespace lockstep {
+namespace {
+
+constexpr std::size_t kMostExchangedBytes = 64 << 20;
+
+}  // namespace
 
 // The options are the same on all ranks, and so are these errors. What would not give the same bits
 // with another number of ranks is refused with any number.
@@ -58,11 +65,15 @@ Turn Reducer::play() {
                      at::get_num_threads(), turns_.num_threads()));
   }
   if (pending() == 0) drop_old_gradients();
+  begin_turn();
+  return {.logical_rank = turns_.mean().held().first + turns_.turn(), .is_last = is_last};
+}
+
+void Reducer::begin_turn() {
   // Models that are trained together have random numbers of their own.
   const std::uint64_t seed = hash_bytes(options_.name.data(), options_.name.size(), world_.seed());
   turns_.begin(num_local_, seed, first_step_ + stats_.steps(),
                has_buffers_ ? watch_.buffers() : std::vector<NamedTensor>());
-  return {.logical_rank = turns_.mean().held().first + turns_.turn(), .is_last = is_last};
 }
 
 Reducer::LogicalState Reducer::logical_state() const {
@@ -71,6 +82,7 @@ Reducer::LogicalState Reducer::logical_state() const {
   return {.num_ranks = turns_.mean().num_leaves(),
           .seed = world_.seed(),
           .num_threads = at::get_num_threads(),
+          .platform = platform(),
           .steps = first_step_ + stats_.steps()};
 }
 
@@ -83,13 +95,26 @@ void Reducer::check_logical_state(const LogicalState& state) const {
                               : text::format("{} logical ranks with seed {} and {} threads each",
                                              one.num_ranks, one.seed, one.num_threads);
   };
-  throw UsageError(
-      {.rank = world_.global_rank(), .operation = "load"},
-      text::format(
-          "The run had {} at step {}, here are {}: the bits would differ.\nGo on with what "
-          "the run began with (JoinOptions::logical_ranks, seed_all, "
-          "at::set_num_threads).",
-          text_of(state), state.steps, text_of(here)));
+  const std::string there = std::exchange(here.platform, state.platform);
+  const ErrorPlace place{.rank = world_.global_rank(), .operation = "load"};
+  if (here != state || state.steps < 0) {
+    throw UsageError(
+        place, text::format("The run had {} at step {}, here are {}: the bits would differ.\nGo on "
+                            "with what the run began with (JoinOptions::logical_ranks and threads, "
+                            "seed_all).",
+                            text_of(state), state.steps, text_of(here)));
+  }
+  if (is_any_platform_allowed()) {
+    Log(world_.global_rank())
+        .warning("load: the run was on {}, here is {}: the bits will differ", state.platform,
+                 there);
+    return;
+  }
+  throw UsageError(place, text::format("The run was on {}, here is {}: LibTorch adds up in another "
+                                       "order, and the bits would differ.\nGo on with the same "
+                                       "LibTorch on the same CPU, or set LOCKSTEP_ANY_PLATFORM=1 "
+                                       "to go on with other bits.",
+                                       state.platform, there));
 }
 
 void Reducer::load_logical_state(const LogicalState& state) {
@@ -143,10 +168,12 @@ void Reducer::note_late_turn(const Slot& slot) {
 
 // Gradients of this logical rank are complete, and others are played after it.
 void Reducer::end_turn() {
+  if (is_joined_) weight_ = weight_without_data();
   const double weight = std::exchange(weight_, 1);
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     at::Tensor grad = std::exchange(slot.parameter.mutable_grad(), at::Tensor());
+    if (is_joined_) grad = at::Tensor();
     // Sums are taken in place: not in memory of a bucket, or of another gradient.
     if (grad.defined() && grad.storage().use_count() > 1) grad = grad.clone();
     at::Tensor flat = grad.defined() ? flat_of(slot, grad) : at::Tensor();
@@ -156,12 +183,23 @@ void Reducer::end_turn() {
     if (flat.defined()) weigh(flat, weight);
     turns_.add(i, std::move(flat));
   }
-  turns_.add_weight(weight);
+  turns_.add_weight(weight, !is_joined_);
+  if (is_joined_ && uneven_.throw_on_early_termination) turns_.end_early();
   if (has_buffers_) {
-    turns_.note_buffers(watch_.buffers(), options_.buffers == BufferSync::kMean);
+    turns_.note_buffers(watch_.buffers(), options_.buffers == BufferSync::kMean, !is_joined_);
   }
   turns_.end_turn();
   num_local_ = 0;
+}
+
+// The turns of this rank up to its last one, of which only the first may have gradients.
+void Reducer::play_without_data() {
+  while (turns_.are_on() && !turns_.is_last()) {
+    begin_turn();
+    end_turn();
+    is_joined_ = true;
+  }
+  if (turns_.are_on()) begin_turn();
 }
 
 // To a bucket that has the last turn's gradients.
@@ -175,9 +213,8 @@ void Reducer::add_turns(Bucket& bucket) {
   }
 }
 
-// When a bucket is waited for, in the order of buckets.
-void Reducer::exchange_roots(Bucket& bucket) {
-  if (std::exchange(bucket.is_exchanged, true)) return;
+// Starts the exchange of this rank's sums, which are copied.
+void Reducer::start_exchange(Bucket& bucket) {
   const BucketPlan& plan = bucket.plan;
   std::vector<at::Tensor> roots;
   for (std::size_t root = 0; root + 1 < turns_.mean().num_roots(); ++root) {
@@ -193,7 +230,23 @@ void Reducer::exchange_roots(Bucket& bucket) {
     }
   }
   roots.push_back(bucket.wire);
-  turns_.mean().run(roots, bucket.wire);
+  bucket.exchange = turns_.mean().start(roots, bucket.wire);
+}
+
+// While backward runs only as much as may be in memory twice: the rest when it is waited for. All
+// ranks decide alike, so that they start the same exchanges in the same order.
+void Reducer::post_exchange(Bucket& bucket) {
+  bucket.bytes_given =
+      static_cast<std::int64_t>(bucket.wire.nbytes() * turns_.mean().num_roots());
+  step_.bytes_exchanged += bucket.wire.nbytes();
+  if (step_.bytes_exchanged <= kMostExchangedBytes) start_exchange(bucket);
+}
+
+void Reducer::finish_exchange(Bucket& bucket) {
+  if (std::exchange(bucket.is_exchanged, true)) return;
+  if (!bucket.exchange) start_exchange(bucket);
+  bucket.exchange->finish();
+  bucket.exchange.reset();
 }
 
 // Weights need not be whole numbers: they are added up in the order of logical ranks.
@@ -201,7 +254,6 @@ double Reducer::total_weight() {
   if (!turns_.are_on()) {
     return world_.all_reduce(at::tensor(step_.weight, at::kDouble)).item<double>();
   }
-  turns_.add_weight(step_.weight);
   const std::vector<double> mine = turns_.weights();
   const at::Tensor all = world_.all_reduce(at::tensor(mine, at::kDouble));
   double total = 0;

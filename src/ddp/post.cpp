@@ -146,7 +146,8 @@ void Reducer::post(Bucket& bucket) {
         !turns_.are_on())
       first_gradients_.keep(my_part(bucket.own));
     if (index + 1 == buckets_.all().size() && !are_numbers_apart_) write_numbers();
-    if (turns_.are_exchanged()) return;  // when it is waited for
+    if (turns_.are_exchanged()) return post_exchange(bucket);
+    bucket.bytes_given = static_cast<std::int64_t>(bucket.wire.nbytes());
     bucket.work = shares_gradients() ? start_shared_mean(bucket)
                                      : start_mean(bucket.wire, world_, reduction());
   } catch (...) {
@@ -193,8 +194,9 @@ void Reducer::poll() {
   if (options_.hook) return hook_comm_.poll();
   auto& buckets = buckets_.all();
   while (step_.num_completed < step_.num_posted) {
-    const auto& work = buckets[step_.num_completed].work;
-    if (work && !work->isCompleted()) return;
+    const Bucket& next = buckets[step_.num_completed];
+    if (next.work && !next.work->isCompleted()) return;
+    if (next.exchange && !next.exchange->is_first_half_done()) return;
     ++step_.num_completed;
   }
 }

@@ -86,17 +86,21 @@ void Reducer::throw_problems() {
 // All ranks know it from the numbers.
 void Reducer::throw_early_end() {
   std::vector<int> without_data;
-  for (int rank = 0; rank < world_.size(); ++rank) {
-    if (!numbers_.is_active(rank)) without_data.push_back(world_.global_rank(rank));
+  const bool is_logical = turns_.are_on();
+  for (int player = 0; player < world_.logical_size(); ++player) {
+    if (numbers_.is_active(player)) continue;
+    without_data.push_back(is_logical ? player : world_.global_rank(player));
   }
   drop_step();
   throw UsageError({.rank = world_.global_rank(),
-                    .peer = without_data.front(),
+                    .peer = is_logical ? turns_.mean().holder_of(without_data.front())
+                                       : without_data.front(),
                     .step = stats_.steps(),
                     .operation = operation()},
-                   text::format("Rank {} is out of data and others are not, with "
+                   text::format("{} {} is out of data and others are not, with "
                                 "throw_on_early_termination.\nEnd the training on all ranks, or "
                                 "give them equally many batches.",
+                                is_logical ? "Logical rank" : "Rank",
                                 text::join(without_data, ", ")));
 }
 

@@ -17,6 +17,7 @@
 #include "base/text.h"
 #include "ddp/agreement.h"
 #include "ddp/gradient_hook.h"
+#include "ddp/platform.h"
 #include "ddp/reduce_type.h"
 #include "world/exchange.h"
 
@@ -47,8 +48,12 @@ std::vector<std::string> describe_all(const std::vector<NamedTensor>& parameters
       options.optimizer == nullptr ? "none" : "in backward", static_cast<int>(options.shard),
       options.shard_min_bytes, options.name)};
   if (world.has_logical_ranks()) {
-    lines.push_back(text::format("logical ranks with seed {} and {} threads each", world.seed(),
-                                 at::get_num_threads()));
+    lines.push_back(text::format("logical ranks with seed {} and {} threads each{}", world.seed(),
+                                 at::get_num_threads(),
+                                 is_any_platform_allowed() ? "" : ", on " + platform()));
+  }
+  if (const int every = HashLog::steps_between(); every > 0) {
+    lines.push_back(text::format("hashes every {} steps", every));
   }
   for (const NamedTensor& one : parameters) lines.push_back(line_of("parameter", one));
   for (const NamedTensor& one : buffers) lines.push_back(line_of("buffer", one));
@@ -75,7 +80,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
       watch_(std::move(model)),
       buckets_(world_.backend()),
       turns_(world_),
-      numbers_(world_.rank(), world_.size()) {
+      numbers_(world_.rank(), world_.size(), world_.logical_size()) {
   const at::NoGradGuard no_grad;
   const std::vector<NamedTensor> parameters = watch_.parameters();
   if (world_.size() > 1) {
@@ -103,6 +108,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   are_numbers_apart_ = options_.hook || options_.optimizer != nullptr || has_devices();
   has_buffers_ = !watch_.buffers().empty();
   if (world_.size() > 1) take_state_from(0, !has_same_tensors(world_, parameters));
+  hash_log_ = HashLog::open(world_, options_.name);
   if (is_alone()) return;
 
   order_ = ReadyOrder(slots_);
@@ -263,6 +269,9 @@ void Reducer::begin_step(Phase phase) {
     hook_comm_.use(sharers());
   }
   if (phase == Phase::kSynchronised && !is_joined_) last_weight_ = step_.weight;
+  if (phase == Phase::kSynchronised && turns_.are_on()) {
+    turns_.add_weight(step_.weight, !is_joined_);
+  }
   stats_.begin_backward(hook_comm_.bytes_sent());
   for (Slot& slot : slots_) {
     slot.has_fired = false;
@@ -272,12 +281,18 @@ void Reducer::begin_step(Phase phase) {
   for (Bucket& bucket : buckets_.all()) {
     bucket.num_pending = bucket.plan.slots.size();
     bucket.is_posted = false;
-    bucket.is_exchanged = false;
     bucket.is_taken = false;
     bucket.work.reset();
+    bucket.exchange.reset();
+    bucket.is_exchanged = false;
+    bucket.bytes_given = 0;
     bucket.complete = nullptr;
   }
   if (phase != Phase::kSynchronised) return;
+  if (const std::int64_t step = first_step_ + stats_.steps();
+      hash_log_ && hash_log_->is_due(step)) {
+    hash_log_->write(step, watch_.parameters());
+  }
   note_failures();
   if (needs_state_ && (step_.is_own || step_.part)) {
     note_problem(

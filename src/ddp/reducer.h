@@ -9,6 +9,7 @@
 
 #include <lockstep/ddp.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,6 +18,7 @@
 #include "base/mutex.h"
 #include "ddp/bucket.h"
 #include "ddp/first_gradients.h"
+#include "ddp/hash_log.h"
 #include "ddp/model_watch.h"
 #include "ddp/ready_order.h"
 #include "ddp/shards.h"
@@ -48,7 +50,9 @@ class Reducer {
   LogicalState logical_state() const;
   void check_logical_state(const LogicalState& state) const;
   void load_logical_state(const LogicalState& state);
-  bool is_distributed() const { return world_.size() > 1; }
+  bool skip(const UnevenOptions& options);
+  // Whether its steps are those of several players, ranks or logical ranks.
+  bool is_distributed() const { return world_.logical_size() > 1; }
   // Plays out the steps of ranks that have data, of all these models, until all ranks are here.
   static void join(const std::vector<Reducer*>& reducers, const std::function<void()>& step,
                    const UnevenOptions& options);
@@ -97,6 +101,7 @@ class Reducer {
     StepStats::Clock::time_point wait_began = {};
     std::size_t num_posted = 0;
     std::size_t num_completed = 0;
+    std::size_t bytes_exchanged = 0;  // logical ranks: of buckets posted
     std::size_t num_stepped = 0;  // buckets whose parameters are updated (DdpOptions::optimizer)
     c10::intrusive_ptr<c10d::Work> numbers_work = {};  // where they travel on their own
     double scale = 1;  // of the reduced gradients, from the weights of all ranks
@@ -112,11 +117,13 @@ class Reducer {
   }
   bool is_alone() const {
     return world_.size() == 1 && !world_.has_logical_ranks() && !options_.hook &&
-           !options_.reduce_type && !options_.check_finite && options_.optimizer == nullptr;
+           !options_.reduce_type && !options_.check_finite && options_.optimizer == nullptr &&
+           !hash_log_;
   }
 
   // calls.cpp: the rounds of join().
   void enter_join(bool needs_state, const UnevenOptions& options);
+  double weight_without_data() const LOCKSTEP_REQUIRES(mutex_);
   void begin_round();
   bool finish_round();  // whether any rank had data
   static bool is_followed(std::vector<Reducer*>::const_iterator one,
@@ -157,9 +164,17 @@ class Reducer {
   void drop_old_gradients() LOCKSTEP_REQUIRES(mutex_);
   void check_turn() LOCKSTEP_REQUIRES(mutex_);
   void note_late_turn(const Slot& slot) LOCKSTEP_REQUIRES(mutex_);
+  void begin_turn() LOCKSTEP_REQUIRES(mutex_);
   void end_turn() LOCKSTEP_REQUIRES(mutex_);
+  void play_without_data() LOCKSTEP_REQUIRES(mutex_);
   void add_turns(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
-  void exchange_roots(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  void start_exchange(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  void post_exchange(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  void finish_exchange(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
+  int rank_with_data() const LOCKSTEP_REQUIRES(mutex_) {
+    return turns_.are_on() ? turns_.mean().holder_of(numbers_.first_active())
+                           : numbers_.first_active();
+  }
   double total_weight() LOCKSTEP_REQUIRES(mutex_);
 
   // sharded_post.cpp: DdpOptions::shard.
@@ -180,6 +195,7 @@ class Reducer {
   void note_misuse_of_shards() LOCKSTEP_REQUIRES(mutex_);
   bool keep_own(Slot& slot) LOCKSTEP_REQUIRES(mutex_);
   bool has_place(const Bucket& bucket, Until until) LOCKSTEP_REQUIRES(mutex_);
+  bool wait_for_place(c10d::Work& before) LOCKSTEP_REQUIRES(mutex_);
   void copy_in(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   c10::intrusive_ptr<c10d::Work> start_shared_mean(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void take_out(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
@@ -238,7 +254,21 @@ class Reducer {
   void step_in_backward() LOCKSTEP_REQUIRES(mutex_);
   void step_bucket_by_bucket() LOCKSTEP_REQUIRES(mutex_);
 
+  // How many there are in this process.
+  class Counted {
+   public:
+    Counted() { ++num_; }
+    ~Counted() { --num_; }
+    Counted(const Counted&) = delete;
+    Counted& operator=(const Counted&) = delete;
+    bool is_only_one() const { return num_ == 1; }
+
+   private:
+    static inline std::atomic<int> num_ = 0;
+  };
+
   // Constant after construction.
+  const Counted counted_;
   const int number_;  // in the order of construction, which is the same on all ranks
   World world_;       // an engine of its own: other collectives do not mix with the reducer's
   DdpOptions options_;
@@ -253,6 +283,8 @@ class Reducer {
   bool are_numbers_apart_ = false;
   std::size_t num_optimized_ = 0;  // parameters of DdpOptions::optimizer
   bool has_buffers_ = false;       // walking a module takes longer than a small step may
+  // Null: no hashes are asked for.
+  std::unique_ptr<HashLog> hash_log_;
   std::shared_ptr<int> no_sync_depth_ = std::make_shared<int>(0);
   // What the parameters' hooks call; they stay with the parameters, this goes with the reducer.
   std::shared_ptr<Reducer*> hook_target_ = std::make_shared<Reducer*>(this);
@@ -265,6 +297,7 @@ class Reducer {
   std::shared_ptr<Slices> slices_ LOCKSTEP_GUARDED_BY(mutex_);  // the same, on devices
   bool is_sliced_ LOCKSTEP_GUARDED_BY(mutex_) = false;          // they are there, or being made
   bool reduces_once_ LOCKSTEP_GUARDED_BY(mutex_) = false;       // the engine writes the mean once
+  bool places_come_ LOCKSTEP_GUARDED_BY(mutex_) = true;  // to who waits for them long enough
   Turns turns_ LOCKSTEP_GUARDED_BY(mutex_);
   ReadyOrder order_ LOCKSTEP_GUARDED_BY(mutex_);
   StepNumbers numbers_ LOCKSTEP_GUARDED_BY(mutex_);

@@ -20,13 +20,20 @@
 namespace lockstep {
 namespace {
 
-// Ranks that share a core are further apart, and so are those whose backwards take long.
-std::chrono::milliseconds wait_for_place(const World& world, double last_backward_ms) {
+using std::chrono::milliseconds;
+
+// How long a rank waits for a place whatever the others do. Ranks that share a core are further
+// apart, and so are those whose backwards take long.
+milliseconds short_wait(const World& world, double last_backward_ms) {
   const auto num_cores = std::max(::sysconf(_SC_NPROCESSORS_ONLN), 1L);
   const auto ranks_per_core = (world.local_size() + num_cores - 1) / num_cores;
-  return std::max(std::chrono::milliseconds(300) * std::max(ranks_per_core, 1L),
-                  std::chrono::milliseconds(static_cast<std::int64_t>(last_backward_ms / 4)));
+  return std::max(milliseconds(300) * std::max(ranks_per_core, 1L),
+                  milliseconds(static_cast<std::int64_t>(last_backward_ms / 4)));
 }
+
+// How long while the others compute. What they wait for outside of lockstep is not seen.
+constexpr milliseconds kLongWait{30'000};
+constexpr milliseconds kBetweenLooks{100};
 
 }  // namespace
 
@@ -194,9 +201,9 @@ at::Tensor Reducer::flat_of(const Slot& slot, const at::Tensor& gradient) {
   return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
 }
 
-// Whether the place of a bucket can be used again. A rank that is far ahead waits a while for the
-// others, so that it does not pile up gradients; not for ever, as another rank may need this one
-// first: for a layer that computes over ranks, or for another model.
+// Whether the place of a bucket can be used again. A rank that is far ahead waits for the others, so
+// that it does not pile up gradients; not for ever, as another rank may need this one first: for a
+// layer that computes over ranks, or for another model.
 bool Reducer::has_place(const Bucket& bucket, Until until) {
   // On a device nobody waits: the place is used in the order of streams.
   if (!shares_gradients() || !bucket.before || is_sliced_) return true;
@@ -204,12 +211,33 @@ bool Reducer::has_place(const Bucket& bucket, Until until) {
   if (before.is_taken || !before.work) return before.is_taken;
   if (before.work->isCompleted()) return true;
   if (step_.waits_no_more || until == Until::kFirstWait) return false;
-  try {
-    before.work->wait(wait_for_place(world_, stats_.get().backward_ms));
-  } catch (const std::exception&) {  // NOLINT: what it is, the wait at the end of the step tells
-  }
-  step_.waits_no_more = !before.work->isCompleted();
+  step_.waits_no_more = !wait_for_place(*before.work);
   return !step_.waits_no_more;
+}
+
+// While the others compute, they need nothing of this rank. Those that wait in another engine are
+// seen on the board; other models of this process may wait for their places in the same way, which
+// is not. A long wait that was in vain is not tried again.
+bool Reducer::wait_for_place(c10d::Work& before) {
+  using Clock = std::chrono::steady_clock;
+  const milliseconds shortest = short_wait(world_, stats_.get().backward_ms);
+  const bool is_long = reduces_once_ && places_come_ && counted_.is_only_one();
+  const milliseconds longest = is_long ? std::max(kLongWait, shortest) : shortest;
+  const auto began = Clock::now();
+  while (!before.isCompleted()) {
+    const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - began);
+    if (waited >= longest) {
+      places_come_ = places_come_ && !is_long;
+      return false;
+    }
+    if (waited >= shortest && is_needed_elsewhere(*world_.backend())) return false;
+    try {
+      before.wait(std::min(waited < shortest ? shortest - waited : kBetweenLooks,
+                           longest - waited));
+    } catch (const std::exception&) {  // NOLINT: what it is, the wait at the end of the step tells
+    }
+  }
+  return true;
 }
 
 void Reducer::copy_in(Bucket& bucket) {

@@ -20,14 +20,14 @@ void StepNumbers::write_to(const at::Tensor& memory) {
 
 void StepNumbers::read_from(const at::Tensor& memory) {
   at::from_blob(values_.data(), {count()}, at::kFloat).copy_(memory);
-  for (int rank = num_ranks_ - 1; rank >= 0; --rank) {
-    if (is_active(rank)) first_active_ = rank;
+  for (int player = num_players_ - 1; player >= 0; --player) {
+    if (is_active(player)) first_active_ = player;
   }
 }
 
 int StepNumbers::num_active() const {
   int count = 0;
-  for (int rank = 0; rank < num_ranks_; ++rank) count += is_active(rank) ? 1 : 0;
+  for (int player = 0; player < num_players_; ++player) count += is_active(player) ? 1 : 0;
   return count;
 }
 

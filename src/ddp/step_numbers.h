@@ -30,7 +30,9 @@ class StepNumbers {
     kNumFlags
   };
 
-  StepNumbers(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks), divisor_(num_ranks) {}
+  // A player has data of its own: a rank, or, with logical ranks, one of these.
+  StepNumbers(int rank, int num_ranks, int num_players)
+      : rank_(rank), num_ranks_(num_ranks), num_players_(num_players), divisor_(num_ranks) {}
   // What the reduction divides sums by, if not by the number of ranks.
   void set_divisor(int divisor) { divisor_ = divisor; }
   void set_num_slots(std::size_t num_slots) { num_slots_ = num_slots; }
@@ -39,7 +41,7 @@ class StepNumbers {
   // This rank's own, then into the memory that is reduced.
   void clear() { values_.assign(static_cast<std::size_t>(count()), 0.0F); }
   void set(Flag flag, bool value) { at(flag) = value ? 1.0F : 0.0F; }
-  void set_active(bool is_active) { at(kNumFlags + rank_) = is_active ? 1.0F : 0.0F; }
+  void set_active(int player) { at(kNumFlags + player) = 1.0F; }  // it has data in this step
   void set_step_ms(double ms);
   void set_present(std::size_t slot) { at(present_at(slot)) = 1.0F; }
   void write_to(const at::Tensor& memory);
@@ -47,23 +49,24 @@ class StepNumbers {
   // All ranks', once they are reduced.
   void read_from(const at::Tensor& memory);
   bool any(Flag flag) const { return at(flag) > 0; }
-  bool is_active(int rank) const { return at(kNumFlags + rank) > 0; }
+  bool is_active(int player) const { return at(kNumFlags + player) > 0; }
   int num_active() const;
-  // The first rank that had data, in this step or, if nobody has any more, in the last one.
+  // The first player that had data, in this step or, if nobody has any more, in the last one.
   int first_active() const { return first_active_; }
   double step_ms(int rank) const { return at(time_at(rank)) * static_cast<float>(divisor_); }
   bool is_present(std::size_t slot) const { return at(present_at(slot)) > 0; }
 
  private:
-  std::int64_t time_at(int rank) const { return kNumFlags + num_ranks_ + rank; }
+  std::int64_t time_at(int rank) const { return kNumFlags + num_players_ + rank; }
   std::int64_t present_at(std::size_t slot) const {
-    return kNumFlags + 2 * num_ranks_ + static_cast<std::int64_t>(slot);
+    return kNumFlags + num_players_ + num_ranks_ + static_cast<std::int64_t>(slot);
   }
   float& at(std::int64_t index) { return values_[static_cast<std::size_t>(index)]; }
   float at(std::int64_t index) const { return values_[static_cast<std::size_t>(index)]; }
 
   const int rank_;
   const int num_ranks_;
+  const int num_players_;
   int divisor_;
   std::size_t num_slots_ = 0;
   std::vector<float> values_;

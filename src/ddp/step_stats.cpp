@@ -43,9 +43,7 @@ void StepStats::end(const StepNumbers& numbers, int num_ranks, const std::vector
           ? 100 * std::max(0.0, 1 - stats_.waiting_ms / stats_.communication_ms)
           : 0;
   stats_.bytes_sent = hook_bytes - hook_bytes_;
-  for (const Bucket& bucket : buckets) {
-    if (bucket.work) stats_.bytes_sent += static_cast<std::int64_t>(bucket.wire.nbytes());
-  }
+  for (const Bucket& bucket : buckets) stats_.bytes_sent += bucket.bytes_given;
   stats_.step_ms.clear();
   for (int rank = 0; rank < num_ranks; ++rank) stats_.step_ms.push_back(numbers.step_ms(rank));
   stats_.slowest_rank =

@@ -85,9 +85,29 @@ void Turns::add(std::size_t slot, at::Tensor gradient) {
   push(parts_[slot], std::move(gradient), merges_[static_cast<std::size_t>(turn_)]);
 }
 
-void Turns::note_buffers(const std::vector<NamedTensor>& buffers, bool are_averaged) {
-  const bool is_logical_rank0 = mean_->held().first + turn_ == 0;
-  if (is_logical_rank0) rank0_buffers_ = copies_of(buffers);
+void Turns::add_weight(double weight, bool has_data) {
+  weights_.push_back(weight);
+  has_data_.push_back(has_data);
+  last_weights_.resize(static_cast<std::size_t>(num_turns()), 1);
+  if (has_data) last_weights_[weights_.size() - 1] = weight;
+}
+
+std::vector<int> Turns::with_data() const {
+  std::vector<int> all;
+  for (std::size_t turn = 0; turn < has_data_.size(); ++turn) {
+    if (has_data_[turn]) all.push_back(mean_->held().first + static_cast<int>(turn));
+  }
+  return all;
+}
+
+double Turns::last_weight() const {
+  const auto turn = static_cast<std::size_t>(turn_);
+  return turn < last_weights_.size() ? last_weights_[turn] : 1;
+}
+
+void Turns::note_buffers(const std::vector<NamedTensor>& buffers, bool are_averaged,
+                         bool has_data) {
+  if (has_data && kept_buffers_.empty()) kept_buffers_ = copies_of(buffers);
   if (!are_averaged) return;
   buffer_parts_.resize(buffers.size());
   for (std::size_t i = 0; i < buffers.size(); ++i) {
@@ -142,9 +162,10 @@ bool Turns::is_weighted() const {
 }
 
 void Turns::finish_buffers(const World& world, const std::vector<NamedTensor>& buffers,
-                           bool are_averaged) {
-  note_buffers(buffers, are_averaged);
-  if (world.rank() == 0) write(buffers, rank0_buffers_);
+                           bool are_averaged, int first_with_data) {
+  note_buffers(buffers, are_averaged, has_data_.back());
+  const int root = mean_->holder_of(first_with_data);
+  if (world.rank() == root) write(buffers, kept_buffers_);
   std::vector<at::Tensor> copied;
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     const at::Tensor& buffer = buffers[i].tensor;
@@ -158,7 +179,7 @@ void Turns::finish_buffers(const World& world, const std::vector<NamedTensor>& b
     buffer.data().copy_(whole.view(buffer.sizes()));
   }
   if (world.size() > 1) {
-    move_packed(copied, [&](const at::Tensor& packed) { world.broadcast(packed, 0); });
+    move_packed(copied, [&](const at::Tensor& packed) { world.broadcast(packed, root); });
   }
 }
 
@@ -166,11 +187,13 @@ void Turns::reset() {
   turn_ = 0;
   has_begun_ = false;
   problem_.clear();
+  ends_early_ = false;
   first_buffers_.clear();
   parts_.clear();
   present_.clear();
   weights_.clear();
-  rank0_buffers_.clear();
+  has_data_.clear();
+  kept_buffers_.clear();
   buffer_parts_.clear();
 }
 

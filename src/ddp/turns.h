@@ -48,9 +48,17 @@ class Turns {
 
   // The turn's gradient of a slot, in one run of memory; undefined: it has none.
   void add(std::size_t slot, at::Tensor gradient);
-  void add_weight(double weight) { weights_.push_back(weight); }
-  void note_buffers(const std::vector<NamedTensor>& buffers, bool are_averaged);
-  void end_turn() { ++turn_; }
+  // The turn is over. Without data it counts for nothing, whatever its weight.
+  void add_weight(double weight, bool has_data);
+  std::vector<int> with_data() const;  // the logical ranks of this rank that had some
+  void end_early() { ends_early_ = true; }  // a turn without data is to end the training
+  bool ends_early() const { return ends_early_; }
+  double last_weight() const;  // of the logical rank whose turn it is, when it had data
+  void note_buffers(const std::vector<NamedTensor>& buffers, bool are_averaged, bool has_data);
+  void end_turn() {
+    ++turn_;
+    has_begun_ = false;
+  }
   // What is wrong with a turn of this rank: the step is dropped at its end, on all ranks.
   void note_problem(const std::string& problem) {
     if (problem_.empty()) problem_ = problem;
@@ -67,9 +75,9 @@ class Turns {
   // By logical rank, of all ranks together: this rank's, zeros for the others'.
   std::vector<double> weights() const;
   bool is_weighted() const;
-  // Makes them those of logical rank 0, or the mean over all. Collective.
+  // Makes them those of the first logical rank that had data, or the mean over all. Collective.
   void finish_buffers(const World& world, const std::vector<NamedTensor>& buffers,
-                      bool are_averaged);
+                      bool are_averaged, int first_with_data);
 
   // The step does not count: buffers become those that it began with.
   void restore_buffers(const std::vector<NamedTensor>& buffers) const;
@@ -88,11 +96,14 @@ class Turns {
   int turn_ = 0;
   bool has_begun_ = false;
   std::string problem_;
+  bool ends_early_ = false;
   std::vector<std::vector<at::Tensor>> parts_;  // by slot: sums of subtrees, from left to right
   std::vector<bool> present_;                   // by slot, in earlier turns
   std::vector<double> weights_;                 // by turn
+  std::vector<bool> has_data_;                  // by turn
+  std::vector<double> last_weights_;            // by turn, of steps with data; not of this step
   std::vector<at::Tensor> first_buffers_;       // as the step began
-  std::vector<at::Tensor> rank0_buffers_;       // after the turn of logical rank 0
+  std::vector<at::Tensor> kept_buffers_;        // after the first turn with data
   std::vector<std::vector<at::Tensor>> buffer_parts_;
 };
 

@@ -31,8 +31,19 @@ TensorEngine::WorkPtr TensorEngine::alltoall_base(at::Tensor& output, at::Tensor
   return all_to_all(std::move(call), inputs, outputs);
 }
 
+TensorEngine::WorkPtr TensorEngine::all_to_all_known(at::Tensor& output, at::Tensor& input,
+                                                     std::vector<int64_t>& output_splits,
+                                                     std::vector<int64_t>& input_splits,
+                                                     std::int64_t largest) {
+  TensorCall call = begin(c10d::OpType::ALLTOALL_BASE, {output}, c10d::kUnsetTimeout);
+  const Tensors inputs = checks_.split(call.read(input), input_splits);
+  const Tensors outputs = checks_.split(call.read_and_write(output), output_splits);
+  return all_to_all(std::move(call), inputs, outputs, static_cast<std::size_t>(largest));
+}
+
 TensorEngine::WorkPtr TensorEngine::all_to_all(TensorCall call, const Tensors& inputs,
-                                               const Tensors& outputs) {
+                                               const Tensors& outputs,
+                                               std::optional<std::size_t> largest) {
   for (const Tensors* tensors : {&inputs, &outputs}) {
     for (const at::Tensor& tensor : *tensors) {
       if (tensor.scalar_type() == inputs.front().scalar_type()) continue;
@@ -49,7 +60,9 @@ TensorEngine::WorkPtr TensorEngine::all_to_all(TensorCall call, const Tensors& i
   for (const at::Tensor& output : outputs) {
     operation.output.counts.push_back(static_cast<std::size_t>(output.numel()) * unit);
   }
-  operation.count = runner_->needs_largest_part() ? compare_parts(operation, call.timeout()) : 0;
+  operation.count = !runner_->needs_largest_part() ? 0
+                    : largest                      ? *largest * unit
+                                                   : compare_parts(operation, call.timeout());
   call.add(std::move(operation));
   return call.work();
 }

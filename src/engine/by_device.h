@@ -89,4 +89,10 @@ class ByDevice : public c10d::Backend {
   bool is_coalescing_ = false;
 };
 
+// The engine itself, or of two the one for main memory.
+inline c10d::Backend& for_main_memory(c10d::Backend& engine) {
+  const auto* both = dynamic_cast<const ByDevice*>(&engine);
+  return both == nullptr ? engine : *both->for_main_memory();
+}
+
 }  // namespace lockstep

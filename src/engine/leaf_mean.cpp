@@ -14,10 +14,7 @@ namespace {
 
 bool sums_in_tree(c10d::Backend& engine) {
   if (engine.getSize() == 1) return true;
-  if (const auto* both = dynamic_cast<const ByDevice*>(&engine)) {
-    return sums_in_tree(*both->for_main_memory());
-  }
-  const auto* ours = dynamic_cast<const TensorEngine*>(&engine);
+  const auto* ours = dynamic_cast<const TensorEngine*>(&for_main_memory(engine));
   return ours != nullptr && ours->sums_in_tree();
 }
 
@@ -40,53 +37,87 @@ LeafMean::LeafMean(c10::intrusive_ptr<c10d::Backend> engine, int num_leaves)
                    });
 }
 
-void LeafMean::run(const std::vector<at::Tensor>& roots, const at::Tensor& output) const {
-  const std::int64_t num_ranks = engine_->getSize();
-  const std::int64_t count = output.numel();
+LeafMean::Exchange::Exchange(const LeafMean& mean, const std::vector<at::Tensor>& roots,
+                             at::Tensor output)
+    : mean_(mean),
+      output_(std::move(output)),
+      slice_((output_.numel() + mean.engine_->getSize() - 1) / mean.engine_->getSize()) {
+  const std::int64_t count = output_.numel();
   if (count == 0) return;
-  const std::int64_t slice = (count + num_ranks - 1) / num_ranks;
-  // What goes to a rank: its slice of each root, filled up where the last one ends too soon.
+  const std::int64_t num_ranks = mean.engine_->getSize();
+  // The last slice is filled up where it ends too soon.
   const auto mine = static_cast<std::int64_t>(roots.size());
-  const at::Tensor given = at::zeros({num_ranks, mine, slice}, output.options());
+  given_ = at::zeros({num_ranks, mine, slice_}, output_.options());
   for (std::int64_t i = 0; i < mine; ++i) {
-    for (std::int64_t rank = 0; rank < num_ranks && rank * slice < count; ++rank) {
-      const std::int64_t length = std::min(slice, count - rank * slice);
-      given[rank][i]
+    for (std::int64_t rank = 0; rank < num_ranks && rank * slice_ < count; ++rank) {
+      const std::int64_t length = std::min(slice_, count - rank * slice_);
+      given_[rank][i]
           .narrow(0, 0, length)
-          .copy_(roots[static_cast<std::size_t>(i)].narrow(0, rank * slice, length));
+          .copy_(roots[static_cast<std::size_t>(i)].narrow(0, rank * slice_, length));
     }
   }
-  const auto all = static_cast<std::int64_t>(merges_.size());
-  at::Tensor taken = given.view({mine * num_ranks * slice});
-  if (num_ranks > 1) {
-    taken = at::empty({all * slice}, output.options());
-    at::Tensor input = given.view({-1});
-    std::vector<std::int64_t> to(static_cast<std::size_t>(num_ranks), mine * slice);
-    std::vector<std::int64_t> from;
-    for (const std::size_t one : num_roots_) from.push_back(static_cast<std::int64_t>(one) * slice);
-    engine_->alltoall_base(taken, input, from, to, {})->wait();
+  given_ = given_.view({-1});
+  if (num_ranks == 1) {
+    taken_ = given_;
+    return;
   }
+  const auto all = static_cast<std::int64_t>(mean.merges_.size());
+  taken_ = at::empty({all * slice_}, output_.options());
+  std::vector<std::int64_t> to(static_cast<std::size_t>(num_ranks), mine * slice_);
+  std::vector<std::int64_t> from;
+  for (const std::size_t one : mean.num_roots_) {
+    from.push_back(static_cast<std::int64_t>(one) * slice_);
+  }
+  auto* const ours = dynamic_cast<TensorEngine*>(&for_main_memory(*mean.engine_));
+  first_half_ = ours != nullptr
+                    ? ours->all_to_all_known(taken_, given_, from, to, std::ranges::max(from))
+                    : mean.engine_->alltoall_base(taken_, given_, from, to, {});
+}
+
+// An engine may still be using the memory.
+LeafMean::Exchange::~Exchange() {
+  for (const WorkPtr& work : {first_half_, second_half_}) {
+    try {
+      if (work && !work->isCompleted()) work->wait();
+    } catch (const std::exception&) {  // NOLINT: who waits for the result is told
+    }
+  }
+}
+
+void LeafMean::Exchange::start_second_half() {
+  if (is_summed_ || output_.numel() == 0) return;
+  if (first_half_) first_half_->wait();
+  is_summed_ = true;
+  given_ = at::Tensor();
   std::vector<const void*> inputs;
-  for (std::int64_t i = 0; i < all; ++i)
-    inputs.push_back(taken.narrow(0, i * slice, slice).const_data_ptr());
-  at::Tensor mean = at::empty({slice}, output.options());
+  for (std::size_t i = 0; i < mean_.merges_.size(); ++i) {
+    inputs.push_back(
+        taken_.narrow(0, static_cast<std::int64_t>(i) * slice_, slice_).const_data_ptr());
+  }
+  at::Tensor mean = at::empty({slice_}, output_.options());
   void* const outputs[] = {mean.mutable_data_ptr()};
   collective::reduce({.type = operation_of(collective::Kind::kAllReduce, mean).type,
                       .reduction = collective::Reduction::kAverage,
-                      .num_inputs = static_cast<int>(all),
+                      .num_inputs = static_cast<int>(inputs.size()),
                       .inputs = inputs.data(),
                       .num_outputs = 1,
                       .outputs = outputs,
-                      .count = static_cast<std::size_t>(slice),
-                      .average_over = num_leaves_,
-                      .merges = merges_.data()},
+                      .count = static_cast<std::size_t>(slice_),
+                      .average_over = mean_.num_leaves_,
+                      .merges = mean_.merges_.data()},
                      collective::best_simd());
-  at::Tensor means = mean;
-  if (num_ranks > 1) {
-    means = at::empty({num_ranks * slice}, output.options());
-    engine_->_allgather_base(means, mean, {})->wait();
-  }
-  output.copy_(means.narrow(0, 0, count));
+  taken_ = mean;
+  means_ = mean;
+  if (mean_.engine_->getSize() == 1) return;
+  means_ = at::empty({mean_.engine_->getSize() * slice_}, output_.options());
+  second_half_ = mean_.engine_->_allgather_base(means_, taken_, {});
+}
+
+void LeafMean::Exchange::finish() {
+  start_second_half();
+  if (output_.numel() == 0) return;
+  if (second_half_) second_half_->wait();
+  output_.copy_(means_.narrow(0, 0, output_.numel()));
 }
 
 }  // namespace lockstep

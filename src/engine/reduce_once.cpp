@@ -9,11 +9,6 @@ namespace {
 
 constexpr const char* kName = "reduce_once";
 
-c10d::Backend& for_main_memory(c10d::Backend& engine) {
-  const auto* both = dynamic_cast<const ByDevice*>(&engine);
-  return both == nullptr ? engine : *both->for_main_memory();
-}
-
 bool is_solo(const c10d::Backend& engine) { return engine.getBackendName() == "solo"; }
 
 // A pending conjugation or negation is not in the memory.
@@ -54,6 +49,11 @@ bool can_reduce_once(c10d::Backend& engine) {
   c10d::Backend& used = for_main_memory(engine);
   const auto* ours = dynamic_cast<const TensorEngine*>(&used);
   return is_solo(used) || (ours != nullptr && ours->can_reduce_once());
+}
+
+bool is_needed_elsewhere(c10d::Backend& engine) {
+  auto* const ours = dynamic_cast<TensorEngine*>(&for_main_memory(engine));
+  return ours != nullptr && ours->is_needed_elsewhere();
 }
 
 c10::intrusive_ptr<c10d::Work> start_reduce_once(c10d::Backend& engine, const at::Tensor& input,

@@ -14,6 +14,10 @@ namespace lockstep {
 // rank. Of an engine of two (by_device.h), what it uses in main memory decides.
 bool can_reduce_once(c10d::Backend& engine);
 
+// For a rank that waits although it could go on: whether another one is known to wait in another
+// engine, perhaps for this rank.
+bool is_needed_elsewhere(c10d::Backend& engine);
+
 // When the work is done, on any rank, the output is complete and the input may be written again.
 // Requires: contiguous tensors in main memory, of the same type and number of elements on all
 // ranks, that do not overlap or are the same; can_reduce_once(engine).

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -68,9 +69,15 @@ class TensorEngine : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override;
+  // As alltoall_base, where every rank knows what all others give: nothing is compared, and the
+  // call waits for nobody. `largest` is the largest part of any rank, in elements.
+  WorkPtr all_to_all_known(at::Tensor& output, at::Tensor& input,
+                           std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                           std::int64_t largest);
   bool sums_in_tree() const { return runner_->sums_in_tree(); }
   // reduce_once.h. Both tensors are contiguous: the output is written where it is, by other ranks.
   bool can_reduce_once() const { return runner_->can_reduce_once(); }
+  bool is_needed_elsewhere() { return runner_->is_needed_elsewhere(); }
   WorkPtr reduce_once(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
 
   WorkPtr send(Tensors& tensors, int peer, int tag) override;
@@ -83,7 +90,8 @@ class TensorEngine : public c10d::Backend {
   WorkPtr gather_lists(TensorCall call, const std::vector<Tensors>& outputs, const Tensors& inputs);
   WorkPtr receive(const Tensors& tensors, int peer, int tag);
   // all_to_all.cpp
-  WorkPtr all_to_all(TensorCall call, const Tensors& inputs, const Tensors& outputs);
+  WorkPtr all_to_all(TensorCall call, const Tensors& inputs, const Tensors& outputs,
+                     std::optional<std::size_t> largest = std::nullopt);
   std::size_t compare_parts(const collective::Operation& operation,
                             std::chrono::milliseconds timeout);
 

@@ -27,6 +27,7 @@ constexpr const char* kExamples = R"(Examples:
   lockstep run -n 8 --only-rank 0 --log-dir logs -- ./train
   lockstep run -n 4 --hosts 2 --host-rank 0 --master 10.0.0.1:29500 \
       --secret-file ~/.lockstep-secret -- ./train        on each of 2 hosts
+  lockstep run --hash-every 100 --hash-log a.jsonl -- ./train      for lockstep verify a.jsonl b.jsonl
 )";
 
 // What is written after "run", before "--".
@@ -91,6 +92,15 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
                    "Seconds of silence after which another host is lost")
       ->check(CLI::Range(4, 86400))  // pings come each second
       ->capture_default_str();
+  CLI::Option* const hash_every =
+      start
+          ->add_option("--hash-every", run.hash_every,
+                       "Write a hash of the parameters every N steps, for lockstep verify")
+          ->check(CLI::PositiveNumber);
+  start
+      ->add_option("--hash-log", run.hash_log,
+                   "The file for them; by default lockstep-hashes.jsonl. It is continued")
+      ->needs(hash_every);
   start->add_flag("--dry-run", run.is_dry, "Print what would be started, and start nothing");
   start->add_flag("-v,--verbose", run.is_verbose, "Say what is started");
 
@@ -101,6 +111,14 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
       ->required()
       ->expected(1, 2);
   look->add_flag("--diff", typed.is_diff, "Compare two; exit code 1 if they differ");
+  app->add_subcommand(
+         "verify",
+         "Say whether two runs are the same to the bit, and if not, the first step and "
+         "tensor that differ;\nexit code 1 if they differ, 2 if they cannot be compared.")
+      ->add_option("path", invocation.paths,
+                   "Two logs of lockstep run --hash-every, or two checkpoints or folders of them")
+      ->required()
+      ->expected(2);
   app->add_subcommand("secret", "Make a secret for the launchers of several hosts.")
       ->add_option("file", invocation.paths, "A new file for it; without it, it is printed")
       ->expected(0, 1);
@@ -128,7 +146,7 @@ std::string completion(const CLI::App& app) {
   case $before in
     --bind) COMPREPLY=($(compgen -W "none core numa" -- "$word")); return ;;
     --log-dir) COMPREPLY=($(compgen -d -- "$word")); return ;;
-    --secret-file) COMPREPLY=($(compgen -f -- "$word")); return ;;
+    --secret-file | --hash-log) COMPREPLY=($(compgen -f -- "$word")); return ;;
   esac
   case ${{COMP_WORDS[1]}} in
 {}    *) words="{} --help --version" ;;
@@ -232,6 +250,10 @@ void complete_run(const Typed& typed, RunOptions& run) {
     }
     parse_master(typed.master, run);
   }
+  if (run.hash_every > 0) {  // a program may change its folder
+    run.hash_log =
+        std::filesystem::absolute(run.hash_log.empty() ? "lockstep-hashes.jsonl" : run.hash_log);
+  }
   run.program_path = find_program(run.command.front());
   if (!run.output.log_dir.empty()) {
     const std::error_code error = make_log_folder(run.output.log_dir);
@@ -284,12 +306,14 @@ Invocation parse_arguments(const std::vector<std::string>& arguments) {
       throw BadArguments("inspect takes one path, or --diff and two");
     }
     invocation.verb = Invocation::Verb::kInspect;
+  } else if (app->got_subcommand("verify")) {
+    invocation.verb = Invocation::Verb::kVerify;
   } else if (app->got_subcommand("secret")) {
     invocation.verb = Invocation::Verb::kSecret;
   } else if (app->got_subcommand("completion")) {
     invocation.text = completion(*app);
   } else {
-    throw BadArguments("say what to do: run, inspect, doctor, secret or completion");
+    throw BadArguments("say what to do: run, inspect, verify, doctor, secret or completion");
   }
   return invocation;
 }

@@ -16,10 +16,10 @@ struct BadArguments : std::runtime_error {
 };
 
 struct Invocation {
-  enum class Verb { kRun, kDoctor, kInspect, kSecret, kPrint };
+  enum class Verb { kRun, kDoctor, kInspect, kVerify, kSecret, kPrint };
   Verb verb = Verb::kPrint;
   RunOptions run = {};
-  // kInspect: one, or two to compare; kSecret: one, or none to print it.
+  // kInspect: one, or two to compare; kVerify: two; kSecret: one, or none to print it.
   std::vector<std::string> paths = {};
   std::string text = {};  // kPrint: help, the version, a completion script
 };

@@ -68,16 +68,22 @@ std::string advice_for(const ExitStatus& status) {
 std::map<std::string, std::string> place_variables(const RunOptions& options,
                                                    const Generation& generation, int local_rank,
                                                    int master_port) {
-  return variables_of({.rank = generation.first_rank + local_rank,
-                       .world_size = generation.world_size,
-                       .local_rank = local_rank,
-                       .local_size = options.num_ranks,
-                       .host_rank = options.host_rank,
-                       .num_hosts = options.num_hosts,
-                       .master_host = options.num_hosts == 1 ? "127.0.0.1" : options.master_host,
-                       .master_port = master_port,
-                       .restart = generation.number,
-                       .max_restarts = generation.max_restarts});
+  auto variables =
+      variables_of({.rank = generation.first_rank + local_rank,
+                    .world_size = generation.world_size,
+                    .local_rank = local_rank,
+                    .local_size = options.num_ranks,
+                    .host_rank = options.host_rank,
+                    .num_hosts = options.num_hosts,
+                    .master_host = options.num_hosts == 1 ? "127.0.0.1" : options.master_host,
+                    .master_port = master_port,
+                    .restart = generation.number,
+                    .max_restarts = generation.max_restarts});
+  if (options.hash_every > 0) {
+    variables["LOCKSTEP_HASH_EVERY"] = std::to_string(options.hash_every);
+    variables["LOCKSTEP_HASH_LOG"] = options.hash_log;
+  }
+  return variables;
 }
 
 Host::Host(EventLoop& loop, Output& output, const RunOptions& options)

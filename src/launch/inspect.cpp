@@ -62,7 +62,7 @@ struct Tensors {
   }
 };
 
-Tensors open_tensors(const std::string& path) {
+Tensors open_tensors(const std::string& path, DiffScope scope = DiffScope::kAll) {
   Tensors tensors;
   std::error_code ignored;  // of one that may not be seen, reading says more
   if (!fs::is_directory(path, ignored)) {
@@ -70,6 +70,7 @@ Tensors open_tensors(const std::string& path) {
     return tensors;
   }
   for (const FileRecord& record : read_manifest(path).files) {
+    if (scope == DiffScope::kRun && record.name.starts_with("rank-")) continue;
     const std::string file = path + "/" + record.name;
     if (record.name.ends_with(".safetensors")) {
       tensors.add(file);
@@ -212,7 +213,7 @@ std::string compare_values(const std::string& dtype, const std::string& left,
 
 // Calls `say` with each place where two states differ. Null: there is none.
 void compare_states(const Json* left, const Json* right, const std::string& path,
-                    const std::function<void(const std::string&)>& say) {
+                    const std::function<void(DiffLine)>& say) {
   const auto find = [](const Json& object, const std::string& key) {
     const auto found = object.find(key);
     return found == object.end() ? nullptr : &*found;
@@ -239,7 +240,28 @@ void compare_states(const Json* left, const Json* right, const std::string& path
   const auto text_of_value = [](const Json* value) {
     return value == nullptr ? "nothing" : shown(value->dump(), 60);
   };
-  say(text::format("state{}: {} and {}", path, text_of_value(left), text_of_value(right)));
+  say({"state" + path,
+       text::format("state{}: {} and {}", path, text_of_value(left), text_of_value(right))});
+}
+
+// Of those that a Checkpointer saves: random states of ranks, and texts of add_per_rank(), which
+// are the bytes of one tensor. (What hooks keep is in files of its own.)
+void leave_out_ranks(Tensors& tensors) {
+  tensors.state.erase("world_size");
+  const auto parts = tensors.state.find("parts");
+  if (parts == tensors.state.end() || !parts->is_object()) return;
+  for (auto part = parts->begin(); part != parts->end();) {
+    if (part.key() == "random") {
+      std::erase_if(tensors.by_name,
+                    [](const auto& one) { return one.first.starts_with("random."); });
+    } else if (part->is_object() && part->contains("lengths")) {
+      tensors.by_name.erase(part.key() + ".texts");
+    } else {
+      ++part;
+      continue;
+    }
+    part = parts->erase(part);
+  }
 }
 
 }  // namespace
@@ -255,37 +277,51 @@ Report inspect(const std::string& path) {
   return inspect_folder(path);
 }
 
-Report diff(const std::string& left, const std::string& right) {
-  const Tensors mine = open_tensors(left);
-  const Tensors other = open_tensors(right);
-  Report report;
-  const auto say = [&](const std::string& line) {
-    report.text += line + "\n";
-    report.code = 1;
-  };
+Differences compare_tensors(const std::string& left, const std::string& right, DiffScope scope) {
+  Tensors mine = open_tensors(left, scope);
+  Tensors other = open_tensors(right, scope);
+  if (scope == DiffScope::kRun) {
+    leave_out_ranks(mine);
+    leave_out_ranks(other);
+  }
+  Differences found;
   std::set<std::string> names;
   for (const auto& [name, place] : mine.by_name) names.insert(name);
   for (const auto& [name, place] : other.by_name) names.insert(name);
+  found.num_tensors = names.size();
   for (const std::string& name : names) {
     const auto one = mine.by_name.find(name);
     const auto two = other.by_name.find(name);
+    std::string text;
     if (two == other.by_name.end()) {
-      say(text::format("only in {}: {} {}", printable(left), shown(name),
-                       text_of(one->second.entry)));
+      text = text::format("only in {}: {} {}", printable(left), shown(name),
+                          text_of(one->second.entry));
     } else if (one == mine.by_name.end()) {
-      say(text::format("only in {}: {} {}", printable(right), shown(name),
-                       text_of(two->second.entry)));
+      text = text::format("only in {}: {} {}", printable(right), shown(name),
+                          text_of(two->second.entry));
     } else if (text_of(one->second.entry) != text_of(two->second.entry)) {
-      say(text::format("{}: {} and {}", shown(name), text_of(one->second.entry),
-                       text_of(two->second.entry)));
+      text = text::format("{}: {} and {}", shown(name), text_of(one->second.entry),
+                          text_of(two->second.entry));
     } else {
       const std::string values = compare_values(one->second.entry.dtype, mine.bytes(one->second),
                                                 other.bytes(two->second));
-      if (!values.empty()) say(text::format("{}: {}", shown(name), values));
+      if (!values.empty()) text = text::format("{}: {}", shown(name), values);
     }
+    if (!text.empty()) found.tensors.push_back({shown(name), std::move(text)});
   }
-  compare_states(&mine.state, &other.state, "", say);
-  if (report.code == 0) report.text = "no difference\n";
+  compare_states(&mine.state, &other.state, "",
+                 [&](DiffLine one) { found.values.push_back(std::move(one)); });
+  return found;
+}
+
+Report diff(const std::string& left, const std::string& right) {
+  const Differences found = compare_tensors(left, right, DiffScope::kAll);
+  Report report;
+  for (const auto* const kind : {&found.tensors, &found.values}) {
+    for (const DiffLine& one : *kind) report.text += one.text + "\n";
+  }
+  if (report.text.empty()) return {"no difference\n", 0};
+  report.code = 1;
   return report;
 }
 

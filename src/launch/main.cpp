@@ -13,6 +13,24 @@
 #include "launch/inspect.h"
 #include "launch/run.h"
 #include "launch/tls.h"
+#include "launch/verify.h"
+
+namespace {
+
+// Exit code 1 says that two runs differ, so that errors have another one.
+int verify_runs(const std::string& left, const std::string& right) try {
+  const lockstep::Report report = lockstep::verify(left, right);
+  lockstep::text::print("{}", report.text);
+  return report.code;
+} catch (const lockstep::Error& error) {
+  lockstep::text::print(stderr, "lockstep: {}\n", lockstep::printable_lines(error.message()));
+  return 2;
+} catch (const std::exception& error) {
+  lockstep::text::print(stderr, "lockstep: {}\n", lockstep::printable_lines(error.what()));
+  return 2;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) try {
   using namespace lockstep;  // NOLINT: a program
@@ -40,6 +58,8 @@ int main(int argc, char** argv) try {
       text::print("{}", report.text);
       return report.code;
     }
+    case Invocation::Verb::kVerify:
+      return verify_runs(invocation.paths[0], invocation.paths[1]);
     case Invocation::Verb::kSecret:
       if (invocation.paths.empty()) {
         text::print("{}\n", make_secret());

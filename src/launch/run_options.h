@@ -19,6 +19,8 @@ struct RunOptions {
   OutputOptions output = {};
   int max_restarts = 0;
   std::chrono::milliseconds stop_grace = std::chrono::seconds(10);
+  int hash_every = 0;         // steps; 0: the ranks' variables say
+  std::string hash_log = {};  // where rank 0 writes hashes of the parameters
   bool is_dry = false;
   bool is_verbose = false;
 

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <utility>
 
 #include "base/env.h"
 #include "base/text.h"
@@ -86,6 +88,43 @@ double finite_mean(const at::Tensor& loss, const World& world) {
       text::format("The loss is {}.\nTake a smaller learning rate, clip the gradients, "
                    "or look for bad samples in that rank's last batch.",
                    bad));
+}
+
+TurnMean::TurnMean(World world)
+    : world_(std::move(world)),
+      sums_(static_cast<std::size_t>(world_.logical_size())),
+      weights_(sums_.size()) {}
+
+void TurnMean::add(int logical_rank, const at::Tensor& value, double weight) {
+  add(logical_rank, value.item<double>(), weight);
+}
+
+void TurnMean::add(int logical_rank, double value, double weight) {
+  const LogicalRanks mine = world_.logical_ranks();
+  if (logical_rank < mine.first || logical_rank >= mine.first + mine.count ||
+      !(weight >= 0) || std::isinf(weight)) {
+    throw UsageError(
+        {.rank = world_.global_rank(), .operation = "TurnMean"},
+        text::format("A number of logical rank {} with weight {} was given; this rank plays {} to "
+                     "{}.\nGive what play() returned, and a number of samples.",
+                     logical_rank, weight, mine.first, mine.first + mine.count - 1));
+  }
+  const auto place = static_cast<std::size_t>(logical_rank);
+  if (weight == 0) return;  // whatever the value is
+  sums_[place] += value * weight;
+  weights_[place] += weight;
+}
+
+// What the others have is 0 here: adding it changes nothing, in whatever order an engine does.
+double TurnMean::take() {
+  std::vector<double> both = std::exchange(sums_, std::vector<double>(sums_.size()));
+  both.insert(both.end(), weights_.begin(), weights_.end());
+  weights_.assign(weights_.size(), 0);
+  const at::Tensor all = world_.all_reduce(at::tensor(both, at::kDouble));
+  const auto* const values = all.const_data_ptr<double>();
+  const auto count = static_cast<std::ptrdiff_t>(sums_.size());
+  const double weight = std::accumulate(values + count, values + 2 * count, 0.0);
+  return weight == 0 ? 0 : std::accumulate(values, values + count, 0.0) / weight;
 }
 
 void StepClock::step(std::int64_t samples) {

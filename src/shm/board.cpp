@@ -124,6 +124,10 @@ std::uint64_t BoardChannel::start(const char* operation) {
   return number;
 }
 
+bool BoardChannel::are_others_stuck_elsewhere() const {
+  return board_->are_others_stuck_outside(name_);
+}
+
 BoardWait::~BoardWait() {
   if (is_on_board_) channel_->board()->remove(*this);
 }
@@ -177,6 +181,24 @@ Board::Board(Segment page, BoardOptions options)
         return std::make_unique<Courier>(options_.rank, std::move(others), options_.store);
       }()),
       attached_(options_.pages.size()) {}
+
+bool Board::are_others_stuck_outside(const std::string& channel) {
+  const MutexLock lock(mutex_);
+  for (std::size_t rank = 0; rank < options_.pages.size(); ++rank) {
+    if (static_cast<int>(rank) == options_.rank || !options_.pages[rank]) continue;
+    const BoardPage* const page = page_of(static_cast<int>(rank));
+    if (page == nullptr) continue;
+    const ReadState state = read_state(page->state.read().value_or(""));
+    for (const ReadState::Awaited& wait : state.waits) {
+      const auto mine = std::ranges::find(channels_, wait.channel, &BoardChannel::name_);
+      if (wait.channel != channel && mine != channels_.end() &&
+          (*mine)->num_started_.load() < wait.number) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
 
 void Board::add(BoardChannel& channel) {
   const MutexLock lock(mutex_);

@@ -101,6 +101,10 @@ class BoardChannel {
   // engine's lock. Throws UsageError inside on_rank0.
   std::uint64_t start(const char* operation);
 
+  // Whether another rank of this host is stuck in an operation of another channel that this rank
+  // has not started.
+  bool are_others_stuck_elsewhere() const;
+
   const std::shared_ptr<Board>& board() const { return board_; }
   const std::string& name() const { return name_; }
   const std::string& label() const { return label_; }
@@ -180,6 +184,7 @@ class Board : public std::enable_shared_from_this<Board> {
     bool is_final = false;
   };
 
+  bool are_others_stuck_outside(const std::string& channel);
   void add(BoardChannel& channel);
   void remove(BoardChannel& channel) noexcept;
   void add_caller(std::thread::id thread);

@@ -38,6 +38,7 @@ struct Placement {
   std::optional<int> local_rank;  // if the launcher says so
   int generation = 0;             // counts restarts of the whole job by its launcher
   int num_logical = 0;            // logical ranks; 0: none are asked for
+  int num_threads = 0;            // of each rank; 0: none are asked for
   std::string launcher = "none";  // for messages
   StorePlace store;
 };

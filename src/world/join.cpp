@@ -1,5 +1,6 @@
 // World::join: from the variables of a launcher to an engine that connects all ranks.
 
+#include <ATen/Parallel.h>
 #include <lockstep/error.h>
 #include <lockstep/world.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -76,6 +77,21 @@ int num_logical_from(const JoinOptions& options, const Environment& environment,
                    "ranks at least, and {} at most (JoinOptions::logical_ranks, or the variable "
                    "LOCKSTEP_LOGICAL_RANKS).",
                    asked, size, size == 1 ? "" : "s", collective::kMaxLeaves));
+}
+
+// 0 where they are the program's own affair.
+int num_threads_from(const JoinOptions& options, const Environment& environment, int num_logical) {
+  const int asked = options.threads != 0
+                        ? options.threads
+                        : environment.get_int("LOCKSTEP_THREADS", 1).value_or(0);
+  if (asked < 0 || (options.threads != 0 && num_logical == 0)) {
+    throw UsageError(
+        {.operation = "join"},
+        text::format("{} threads were asked for{}.\nJoinOptions::threads is 1 or more, for logical "
+                     "ranks; without these, use at::set_num_threads().",
+                     asked, num_logical == 0 ? " without logical ranks" : ""));
+  }
+  return num_logical == 0 ? 0 : std::max(asked, 1);
 }
 
 // A host that all hosts reach, also those of a world that is a part of the launcher's.
@@ -160,6 +176,7 @@ World World::join(const JoinOptions& options) {
   const Placement launched = launched_as(options, environment);
   Placement placement = placement_from(options, launched);
   placement.num_logical = num_logical_from(options, environment, placement.size);
+  placement.num_threads = num_threads_from(options, environment, placement.num_logical);
   const Log log(placement.rank);  // before anybody is told of this rank: it may throw
   const std::string engine = options.engine == "auto"
                                  ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
@@ -208,6 +225,7 @@ World World::join(const JoinOptions& options) {
   state->context = context;
   state->context.connect_timeout = options.join_timeout;
   announce(log, context, choice);
+  if (placement.num_threads > 0) at::set_num_threads(placement.num_threads);
   return World(std::move(state));
 }
 

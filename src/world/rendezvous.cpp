@@ -32,6 +32,7 @@ struct Record {
   std::string launcher;
   std::string engine;
   int num_logical = 0;
+  int num_threads = 0;
   std::string build;  // lockstep, LibTorch and the engines in this program
 };
 
@@ -55,6 +56,7 @@ Json to_json(const Record& record) {
           {"launcher", record.launcher},
           {"engine", record.engine},
           {"num_logical", record.num_logical},
+          {"num_threads", record.num_threads},
           {"build", record.build}};
 }
 
@@ -78,6 +80,7 @@ Record record_from(const Json& json) {
   record.launcher = json.at("launcher");
   record.engine = json.at("engine");
   record.num_logical = json.value("num_logical", 0);
+  record.num_threads = json.value("num_threads", 0);
   record.build = json.at("build");
   return record;
 }
@@ -113,6 +116,7 @@ class Participant {
     self_.launcher = placement.launcher;
     self_.engine = engine;
     self_.num_logical = placement.num_logical;
+    self_.num_threads = placement.num_threads;
     self_.build = this_build();
     generation_ = text::format("lockstep/{}", placement.generation);
   }
@@ -263,6 +267,10 @@ class Participant {
     if (other.num_logical != self_.num_logical) {
       return differ("a number of logical ranks of", std::to_string(self_.num_logical),
                     std::to_string(other.num_logical));
+    }
+    if (other.num_threads != self_.num_threads) {
+      return differ("a number of threads of", std::to_string(self_.num_threads),
+                    std::to_string(other.num_threads));
     }
     if (other.build != self_.build) return differ("the build", self_.build, other.build);
     return std::nullopt;

@@ -39,11 +39,17 @@ TEST(Launch, BadArgumentsAreOneSentenceAndExitCode2) {
   const std::string file = testing::TempDir() + "not-executable";
   std::ofstream(file) << "no program";
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{}, "say what to do: run, inspect, doctor, secret or completion"},
+      {{}, "say what to do: run, inspect, verify, doctor, secret or completion"},
       {{"dance"}, "dance"},
       {{"inspect"}, "path"},
       {{"inspect", "a", "b"}, "one path, or --diff and two"},
       {{"inspect", "--diff", "a"}, "one path, or --diff and two"},
+      {{"verify"}, "path"},
+      {{"verify", "a"}, "path"},
+      {{"verify", "a", "b", "c"}, "c"},
+      {{"run", "--hash-every", "0", "--", "true"}, "--hash-every"},
+      {{"run", "--hash-every", "often", "--", "true"}, "--hash-every"},
+      {{"run", "--hash-log", "a.jsonl", "--", "true"}, "--hash-every"},
       {{"run", "--what", "--", "true"}, "--what"},
       {{"run", "-n", "0", "--", "true"}, "-n is '0'"},
       {{"run", "-n", "-3", "--", "true"}, "-n"},
@@ -109,6 +115,42 @@ TEST(Launch, RanksKnowTheirPlace) {
       EXPECT_TRUE(has(result.out, expected)) << expected << result.out;
     }
   }
+}
+
+TEST(Launch, RanksKnowWhereHashesGo) {
+  const auto variables = [](const std::vector<std::string>& options) {
+    std::vector<std::string> arguments = {"run", "-n", "1"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    for (const char* const one :
+         {"--", "ACTOR", "env LOCKSTEP_HASH_EVERY", "env LOCKSTEP_HASH_LOG"}) {
+      arguments.emplace_back(one);
+    }
+    return run_job(arguments).out;
+  };
+  const std::string folder = std::filesystem::current_path();
+  EXPECT_EQ(variables({"--hash-every", "50"}),
+            text::format("[0] LOCKSTEP_HASH_EVERY=50\n[0] LOCKSTEP_HASH_LOG={}/{}\n", folder,
+                         "lockstep-hashes.jsonl"));
+  EXPECT_EQ(variables({"--hash-every", "7", "--hash-log", "a.jsonl"}),
+            text::format("[0] LOCKSTEP_HASH_EVERY=7\n[0] LOCKSTEP_HASH_LOG={}/a.jsonl\n", folder));
+  EXPECT_FALSE(has(variables({}), "jsonl"));
+}
+
+// The exit code of verify: 1 is a difference.
+TEST(Launch, RunsThatCannotBeComparedAreExitCode2) {
+  const std::string log = testing::TempDir() + "a-log.jsonl";
+  std::ofstream(log) << R"({"format":"lockstep hashes","version":1,"every":1,"ranks":1,)"
+                     << R"("logical_ranks":0,"seed":1,"threads":1})"
+                        "\n"
+                     << R"({"step":0,"model":"","hash":"00","tensors":{"w":"00"}})"
+                        "\n";
+  JobResult result = run_job({"verify", log, log});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(result.out, "equal: 1 common step, 0\n");
+  result = run_job({"verify", log, log + ".missing"});
+  EXPECT_EQ(result.code, 2);
+  EXPECT_EQ(result.out, "");
+  EXPECT_TRUE(has(result.err, "a-log.jsonl.missing")) << result.err;
 }
 
 TEST(Launch, RanksGetTheirShareOfCores) {

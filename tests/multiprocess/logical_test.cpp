@@ -5,6 +5,7 @@
 #include <lockstep/lockstep.h>
 
 #include <cstdlib>
+#include <numeric>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -12,6 +13,7 @@
 #include "multiprocess/on_engines.h"
 #include "multiprocess/run_models.h"
 #include "support/has.h"
+#include "support/net_hosts.h"
 #include "support/run_ranks.h"
 #include "support/temp_folder.h"
 
@@ -63,6 +65,9 @@ std::string hash_of_training(const World& world, const How& how, const Recipe& r
   ddp.accumulate(recipe.accumulate);
   optim::Sharded<optim::AdamW> optimizer(model->parameters(), to::AdamWOptions(1e-2));
   GradScaler scaler(world, ScalerOptions{.scale = 256});
+  if constexpr (std::is_same_v<Model, Cnn>) model->is_augmented = true;
+  TurnMean mean_loss(world);
+  std::uint64_t hash = 0;
   // An epoch of 5 steps and a rest.
   const int batch_size = 2;
   DistributedSampler sampler(
@@ -78,9 +83,13 @@ std::string hash_of_training(const World& world, const How& how, const Recipe& r
     if (recipe.is_weighted) ddp.set_weight(0.3 * static_cast<double>(turn.logical_rank + step % 3));
     at::Tensor loss = loss_of(model->forward(static_cast<int>(samples->front() % 1000),
                                              static_cast<int>(samples->back() % 1000)));
+    mean_loss.add(turn.logical_rank, loss, 1 + turn.logical_rank % 3);
     if (recipe.is_scaled) loss = scaler.scale(loss);
     loss.backward();
     if (!turn.is_last) continue;
+    const double shown = mean_loss.take();
+    EXPECT_GT(shown, 0);
+    hash = hash_bytes(&shown, sizeof shown, hash);
     if (recipe.is_scaled) {
       scaler.unscale(optimizer);
       optim::clip_grad_norm(model->parameters(), 0.5);
@@ -92,7 +101,6 @@ std::string hash_of_training(const World& world, const How& how, const Recipe& r
     optimizer.zero_grad();
     ++step;
   }
-  std::uint64_t hash = 0;
   for (const auto& tensors : {model->parameters(), model->buffers()}) {
     for (const at::Tensor& one : tensors) {
       const at::Tensor dense = one.detach().contiguous();
@@ -176,7 +184,7 @@ TEST_P(LogicalLayouts, HaveTheBitsOfARankAlone) {
     EXPECT_TRUE(all_passed(run_on(
         GetParam().on,
         [](const World& world) {
-          at::set_num_threads(1);
+          EXPECT_EQ(at::get_num_threads(), 1);
           const int steps = soak(kStepsInCi, 200);
           const std::string mine = hashes_of_trainings(world, GetParam().how, steps);
           if (world.rank() != 0) return;
@@ -186,6 +194,30 @@ TEST_P(LogicalLayouts, HaveTheBitsOfARankAlone) {
         },
         std::chrono::minutes(5))));
   });
+}
+
+// Over a real network: 2 x 2 and 3 hosts of different sizes.
+class LogicalHosts : public testing::TestWithParam<std::vector<int>> {};
+INSTANTIATE_TEST_SUITE_P(Worlds, LogicalHosts,
+                         testing::Values(std::vector{2, 2}, std::vector{3, 1, 1}));
+
+TEST_P(LogicalHosts, HaveTheBitsOfARankAlone) {
+  if (const std::string reason = NetHosts::why_not(); !reason.empty()) GTEST_SKIP() << reason;
+  const NetHosts hosts(static_cast<int>(GetParam().size()));
+  const int size = std::accumulate(GetParam().begin(), GetParam().end(), 0);
+  EXPECT_TRUE(all_passed(run_ranks(
+      size,
+      [](int rank) {
+        const World world = World::join(
+            {.timeout = std::chrono::minutes(5), .logical_ranks = kLogicalRanks});
+        EXPECT_EQ(world.backend()->getBackendName(), "hierarchical:gloo");
+        const int steps = soak(kStepsInCi, 200);
+        const std::string mine = hashes_of_trainings(world, {.bucket_bytes = 50'000}, steps);
+        if (rank == 0) {
+          EXPECT_EQ(mine, hashes_of_trainings(alone(kLogicalRanks), {}, steps));
+        }
+      },
+      on_network(hosts, GetParam()))));
 }
 
 struct Resumable {
@@ -229,7 +261,6 @@ TEST(LogicalRanks, AResumedTrainingHasTheBitsOfOneThatWasNot) {
   for (const int ranks : {2, 3, 1, 4}) {
     last += 5;
     EXPECT_TRUE(all_passed(run_ranks(ranks, [&](int rank) {
-      at::set_num_threads(1);
       const World world = World::join({.logical_ranks = kLogicalRanks});
       seed_all(5, world);
       Resumable resumed(world, folder.path() + "/run");
@@ -251,8 +282,8 @@ TEST(LogicalRanks, ACheckpointOfAnotherRunIsRefused) {
   const TempFolder folder;
   EXPECT_TRUE(all_passed(run_ranks(2, [&](int) {
     const auto resume = [&](int logical_ranks, std::uint64_t seed, int threads) {
-      at::set_num_threads(threads);
-      const World world = World::join({.logical_ranks = logical_ranks});
+      const World world = World::join({.logical_ranks = logical_ranks, .threads = threads});
+      EXPECT_EQ(at::get_num_threads(), threads);
       seed_all(seed, world);
       Resumable one(world, folder.path());
       one.train(2);
@@ -262,6 +293,138 @@ TEST(LogicalRanks, ACheckpointOfAnotherRunIsRefused) {
                 {"4 logical ranks with seed 5", "8 logical ranks"});
     expect_says(thrown_by<UsageError>([&] { resume(4, 6, 1); }), {"seed 5", "seed 6"});
     expect_says(thrown_by<UsageError>([&] { resume(4, 5, 2); }), {"1 threads", "2 threads"});
+    // Another choice of kernels.
+    ::setenv("MKL_CBWR", "COMPATIBLE", 1);
+    expect_says(thrown_by<UsageError>([&] { resume(4, 5, 1); }),
+                {"The run was on LibTorch", "MKL_CBWR=COMPATIBLE", "LOCKSTEP_ANY_PLATFORM=1"});
+    ::setenv("LOCKSTEP_ANY_PLATFORM", "1", 1);
+    resume(4, 5, 1);
+  })));
+}
+
+// Ranks of one training must compute alike, too.
+TEST(LogicalRanks, RanksOnAnotherPlatformAreRefused) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    if (rank == 1) ::setenv("ONEDNN_MAX_CPU_ISA", "SSE41", 1);
+    const World world = World::join({.logical_ranks = 2});
+    Net model;
+    const auto wrap = [&] { const DistributedDataParallel ddp(model, world); };
+    expect_says(thrown_by<MismatchError>(wrap), {"ONEDNN_MAX_CPU_ISA=SSE41"});
+    ::setenv("LOCKSTEP_ANY_PLATFORM", "1", 1);
+    wrap();
+  })));
+}
+
+TEST(LogicalRanks, ThreadsAreTheRuns) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    expect_says(
+        thrown_by<MismatchError>([&] { World::join({.logical_ranks = 2, .threads = 1 + rank}); }),
+        {"number of threads", "'1'", "'2'"});
+    expect_says(thrown_by<UsageError>([] { World::join({.threads = 2}); }),
+                {"without logical ranks", "set_num_threads"});
+    expect_says(thrown_by<UsageError>([] { World::join({.logical_ranks = 2, .threads = -1}); }),
+                {"1 or more"});
+    ::setenv("LOCKSTEP_THREADS", "2", 1);
+    const World world = World::join({.logical_ranks = 2});
+    EXPECT_EQ(at::get_num_threads(), 2);
+  })));
+}
+
+// Logical ranks that run out of data one after the other, in the middle of a rank's turns.
+std::string hash_of_uneven(const World& world, const UnevenOptions& options, BufferSync buffers,
+                           int accumulate) {
+  seed_all(7, world);
+  Cnn model;
+  DistributedDataParallel ddp(model, world, {.bucket_bytes = 30'000, .buffers = buffers});
+  ddp.accumulate(accumulate);
+  optim::AdamW optimizer(model->parameters(), to::AdamWOptions(1e-2));
+  const auto num_batches = [&](int logical_rank) { return 1 + (5 * logical_rank + 3) % 8; };
+  const auto step = [&] {
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  std::vector<int> read(static_cast<std::size_t>(world.logical_size()));
+  const LogicalRanks mine = world.logical_ranks();
+  const auto has_data = [&](int logical_rank) {
+    return read[static_cast<std::size_t>(logical_rank)] < num_batches(logical_rank);
+  };
+  const auto any_data = [&] {
+    for (int i = mine.first; i < mine.first + mine.count; ++i) {
+      if (has_data(i)) return true;
+    }
+    return false;
+  };
+  while (any_data()) {
+    const Turn turn = ddp.play();
+    if (!has_data(turn.logical_rank)) {
+      if (ddp.skip(options)) step();
+      continue;
+    }
+    ddp.set_weight(2 + turn.logical_rank);
+    loss_of(model->forward(turn.logical_rank, read[static_cast<std::size_t>(turn.logical_rank)]++))
+        .backward();
+    if (turn.is_last) step();
+  }
+  ddp.join(step, options);
+  ddp.check_replicas();
+  std::uint64_t hash = 0;
+  for (const auto& tensors : {model->parameters(), model->buffers()}) {
+    for (const at::Tensor& one : tensors) {
+      hash = hash_bytes(one.const_data_ptr(), one.nbytes(), hash);
+    }
+  }
+  return std::to_string(hash) + " after " + std::to_string(ddp.stats().steps) + " steps\n";
+}
+
+std::string hashes_of_uneven(const World& world) {
+  return hash_of_uneven(world, {}, BufferSync::kFromRank0, 1) +
+         hash_of_uneven(world, {.divide_by_initial_world_size = true}, BufferSync::kFromRank0, 1) +
+         hash_of_uneven(world, {}, BufferSync::kMean, 1) +
+         hash_of_uneven(world, {}, BufferSync::kFromRank0, 3);
+}
+
+TEST(LogicalRanks, RunOutOfDataAlikeOnAnyNumberOfRanks) {
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    EXPECT_TRUE(all_passed(run_ranks(ranks, [](int rank) {
+      const std::string mine = hashes_of_uneven(World::join({.logical_ranks = 8}));
+      EXPECT_TRUE(has(mine, "after 8 steps")) << mine;
+      EXPECT_TRUE(has(mine, "after 3 steps")) << mine;  // of up to 3 batches
+      if (rank != 0) return;
+      EXPECT_EQ(mine, hashes_of_uneven(alone(8)));
+    }))) << ranks;
+  }
+}
+
+TEST(LogicalRanks, TheFirstWithoutDataEndsTheTrainingIfAsked) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int) {
+    const World world = World::join({.logical_ranks = 6});
+    expect_says(thrown_by<UsageError>([&] {
+                  hash_of_uneven(world, {.throw_on_early_termination = true},
+                                 BufferSync::kFromRank0, 1);
+                }),
+                {"Logical rank 1 is out of data"});
+  })));
+}
+
+// Without logical ranks a rank can leave out a step, too.
+TEST(LogicalRanks, ARankWithoutThemSkipsAStep) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.engine = "shm"});
+    Net model;
+    DistributedDataParallel ddp(model, world);
+    for (int step = 0; step < 2; ++step) {
+      if (rank == step) {
+        EXPECT_TRUE(ddp.skip());
+      } else {
+        loss_of(model->forward(batch(rank))).backward();
+      }
+      Net other;
+      loss_of(other->forward(batch(1 - step))).backward();
+      EXPECT_TRUE(model->first->weight.grad().equal(other->first->weight.grad()));
+      model->zero_grad();
+    }
+    EXPECT_FALSE(ddp.skip());  // nobody has data
+    EXPECT_FALSE(model->first->weight.grad().defined());
   })));
 }
 
@@ -303,11 +466,9 @@ TEST(LogicalRanks, WhatCannotBeTheSameIsRefused) {
       EXPECT_EQ(model->first->weight.grad().defined(), now.is_last);
     }
     EXPECT_EQ(ddp.num_pending(), 0);
-    expect_says(thrown_by<UsageError>([&] { ddp.join([] {}); }), {"equally many batches"});
-    const int threads = at::get_num_threads();
-    at::set_num_threads(threads + 1);
+    at::set_num_threads(2);
     expect_says(thrown_by<UsageError>([&] { ddp.play(); }), {"threads", "set_num_threads"});
-    at::set_num_threads(threads);
+    at::set_num_threads(1);
     const auto grad = model->first->weight.grad();
     EXPECT_TRUE(world.all_gather(grad)[0].equal(world.all_gather(grad)[1]));
   })));

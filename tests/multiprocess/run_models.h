@@ -34,9 +34,14 @@ struct CnnImpl : torch::nn::Module {
     norm->weight.set_requires_grad(false);  // frozen
   }
   at::Tensor forward(int rank, int step) {
-    const at::Tensor images = numbers({3, 3, 9, 9}, 37 * step + rank);
+    at::Tensor images = numbers({3, 3, 9, 9}, 37 * step + rank);
+    if (is_augmented) {
+      if (at::rand({1}).item<float>() < 0.5) images = images.flip({3});
+      images = images + 0.1 * at::randn_like(images);
+    }
     return last(torch::relu(norm(conv2(torch::relu(conv1(images))))).mean({2, 3}));
   }
+  bool is_augmented = false;  // by random numbers
   torch::nn::Conv2d conv1 =
       register_module("conv1", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 40, 3)));
   torch::nn::Conv2d conv2 =

@@ -1,4 +1,5 @@
-// How much memory the ranks of a host take together with Shard::kGradients.
+// How much memory the ranks of a host take together with Shard::kGradients, and how a rank that is
+// ahead waits instead of taking more.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -6,7 +7,10 @@
 #include <malloc.h>
 #include <torch/nn.h>
 
+#include <chrono>
 #include <fstream>
+#include <functional>
+#include <thread>
 
 #include "multiprocess/ddp_model.h"
 #include "support/run_ranks.h"
@@ -84,6 +88,51 @@ TEST(ShardedMemory, IsTakenOnceByFourRanks_shm4) {
     std::cout << "shared " << shared << " MiB, own " << own << " MiB" << std::endl;
   })));
 #endif
+}
+
+using Clock = std::chrono::steady_clock;
+
+// A backward of two ranks, in which each does something of its own at the tenth layer from the end;
+// when it came to the first layer.
+Clock::duration time_to_first_layer(const World& world, const std::function<void()>& at_tenth,
+                                    const std::function<void()>& at_first) {
+  DeepNet model;
+  const DistributedDataParallel ddp(
+      model, world, {.bucket_bytes = 1 << 20, .shard = Shard::kGradients, .shard_min_bytes = 0});
+  optim::Sharded<optim::AdamW> optimizer(model->parameters(), 1e-3);
+  const auto began = Clock::now();
+  Clock::duration taken{};
+  model->layers[10]->weight.register_hook([&](const at::Tensor&) { at_tenth(); });
+  model->layers[0]->weight.register_hook([&](const at::Tensor&) {
+    taken = Clock::now() - began;
+    at_first();
+  });
+  loss_of(model->forward(numbers({4, 512}, world.rank()))).backward();
+  optimizer.step();
+  return taken;
+}
+
+// Longer than a rank waits that knows nothing of the others (0.3 s with a core for each).
+TEST(ShardedPlaces, ARankThatIsAheadWaitsWhileOthersCompute_shm2) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.engine = "shm"});
+    constexpr auto kLate = std::chrono::seconds(2);
+    const auto taken = time_to_first_layer(
+        world, [&] { if (rank == 1) std::this_thread::sleep_for(kLate); }, [] {});
+    // It has two places: gradients of the layers before are not made before rank 1 has come.
+    EXPECT_GE(taken, kLate);
+  })));
+}
+
+// Rank 1 needs it in its tenth layer, and it comes there in its last.
+TEST(ShardedPlaces, ARankThatIsAheadGoesOnWhereItIsNeeded_shm2) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.engine = "shm"});
+    const auto sum = [&] { world.all_reduce(at::ones({3})); };
+    const auto taken = time_to_first_layer(
+        world, [&] { if (rank == 1) sum(); }, [&] { if (rank == 0) sum(); });
+    EXPECT_LT(taken, std::chrono::seconds(20));  // it would wait for 30 s at most
+  })));
 }
 
 }  // namespace

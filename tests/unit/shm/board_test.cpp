@@ -101,6 +101,9 @@ class Rank {
     }
   }
 
+  bool are_others_stuck_outside(int channel) const {
+    return channels_[static_cast<std::size_t>(channel)]->are_others_stuck_elsewhere();
+  }
   void call(int channel) { wait(channel, start(channel)); }
   int rank() const { return rank_; }
   const Board* board() const { return board_.get(); }
@@ -180,6 +183,21 @@ TEST(Board, TwoRanksInDifferentChannels) {
                       "rank 0 in all_reduce 1, of channel A; rank 1 in all_reduce 1, of channel B");
     });
   }
+}
+
+// Rank 1 waits in channel 1; rank 0 sees it from any other channel, and helps.
+TEST(Board, ARankThatIsStuckIsSeenFromOtherChannels) {
+  run_on_board("aa", milliseconds(20), microseconds(0), [](Rank& rank) {
+    if (rank.rank() == 0) {
+      EXPECT_FALSE(rank.are_others_stuck_outside(1));
+      while (!rank.are_others_stuck_outside(0)) std::this_thread::sleep_for(milliseconds(1));
+      EXPECT_FALSE(rank.are_others_stuck_outside(1));
+    }
+    rank.call(1);
+    rank.call(2);
+    EXPECT_FALSE(rank.are_others_stuck_outside(3));
+    rank.call(2);
+  });
 }
 
 TEST(Board, AThreadThatHasEndedIsNotWaitedFor) {
