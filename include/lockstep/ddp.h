@@ -93,7 +93,7 @@ struct DdpOptions {
   std::vector<std::string> ignored = {};
 };
 
-// For join(): what the names mean is Python's.
+// For join() and skip(): what the names mean is Python's.
 struct UnevenOptions {
   // The mean is over all ranks: those out of data count as if their gradients were zero, with the
   // weight of their last step. If false, it is over the ranks that have data.
@@ -229,7 +229,8 @@ class LOCKSTEP_API DistributedDataParallel {
   };
   // A Checkpointer saves and loads it.
   LogicalState logical_state() const;
-  // Throws: UsageError if numbers of ranks or threads, or seeds, differ from those here.
+  // Throws: UsageError if numbers of logical ranks or threads, seeds, or platforms differ from those
+  // here (platforms: unless the variable LOCKSTEP_ANY_PLATFORM is 1).
   void check_logical_state(const LogicalState& state) const;
   void load_logical_state(const LogicalState& state);
 
@@ -255,7 +256,8 @@ class LOCKSTEP_API DistributedDataParallel {
   void check_replicas();
 
   // Backwards whose gradients are still this rank's own, since the last synchronised one. Always 0
-  // in a world of one, where nothing is averaged: count steps to know when to call the optimizer.
+  // in a world of one without logical ranks, where nothing is averaged: count steps to know when to
+  // call the optimizer.
   int num_pending() const;
 
   // For stops that all ranks must agree on (Checkpointer::on_signal): `is_asked` is called in every

@@ -74,9 +74,10 @@ void Reducer::join(const std::vector<Reducer*>& reducers, const std::function<vo
   });
   for (Reducer* const one : reducers) one->enter_join(!step, options);
   bool has_data = false;
+  bool goes_on = false;
   bool must_stop = false;
   do {
-    has_data = must_stop = false;
+    has_data = goes_on = must_stop = false;
     std::exception_ptr first;
     auto next = reducers.begin();  // to begin
     for (auto one = reducers.begin(); one != reducers.end(); ++one) {
@@ -86,6 +87,7 @@ void Reducer::join(const std::vector<Reducer*>& reducers, const std::function<vo
           (*next++)->begin_round();
         }
         has_data |= (*one)->finish_round();
+        goes_on |= (*one)->may_go_on();
         must_stop |= (*one)->must_stop();
       } catch (...) {
         if (!first) first = std::current_exception();
@@ -97,7 +99,7 @@ void Reducer::join(const std::vector<Reducer*>& reducers, const std::function<vo
       const at::AutoGradMode grad_mode(true);
       step();
     }
-  } while (has_data && !must_stop);
+  } while ((has_data || goes_on) && !must_stop);
   for (Reducer* const one : reducers) one->discard();
 }
 
@@ -134,6 +136,7 @@ bool Reducer::skip(const UnevenOptions& options) {
   {
     const MutexLock lock(mutex_);
     const at::NoGradGuard no_grad;
+    is_skipping_ = true;
     if (!turns_.is_last()) {
       begin_turn();
       end_turn();
@@ -156,6 +159,7 @@ void Reducer::begin_round() {
   }
   begin_step(Phase::kSynchronised);
   step_.is_of_join = true;
+  if (!turns_.problem().empty()) note_problem(turns_.problem());
 }
 
 bool Reducer::finish_round() {
@@ -166,9 +170,14 @@ bool Reducer::finish_round() {
   return numbers_.num_active() > 0;
 }
 
+bool Reducer::may_go_on() const {
+  const MutexLock lock(mutex_);
+  return numbers_.any(StepNumbers::kSkips);
+}
+
 void Reducer::leave_join() {
   const MutexLock lock(mutex_);
-  is_joined_ = needs_state_ = false;
+  is_joined_ = needs_state_ = is_skipping_ = false;
   uneven_ = {};
 }
 

@@ -201,6 +201,7 @@ void Reducer::write_numbers() {
   numbers_.set(Flag::kEndsEarly,
                turns_.ends_early() || (is_joined_ && uneven_.throw_on_early_termination));
   numbers_.set(Flag::kFollowed, step_.is_followed);
+  numbers_.set(Flag::kSkips, is_joined_ && is_skipping_);
   numbers_.set(Flag::kBroken, step_.is_broken);
   numbers_.set(Flag::kStop, is_asked_to_stop_ && is_asked_to_stop_());
   if (turns_.are_on()) {

@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <nlohmann/json.hpp>
+#include <string_view>
 #include <utility>
 
 #include "base/env.h"

@@ -174,14 +174,14 @@ void Reducer::end_turn() {
     Slot& slot = slots_[i];
     at::Tensor grad = std::exchange(slot.parameter.mutable_grad(), at::Tensor());
     if (is_joined_) grad = at::Tensor();
-    // Sums are taken in place: not in memory of a bucket, or of another gradient.
-    if (grad.defined() && grad.storage().use_count() > 1) grad = grad.clone();
+    // It is weighed in place: not in memory of a bucket, or of another gradient.
+    if (grad.defined() && weight != 1 && grad.storage().use_count() > 1) grad = grad.clone();
     at::Tensor flat = grad.defined() ? flat_of(slot, grad) : at::Tensor();
     if (flat.defined() && options_.check_finite && !at::isfinite(flat).all().item<bool>()) {
       turns_.note_problem(text_of_not_finite(slot));
     }
     if (flat.defined()) weigh(flat, weight);
-    turns_.add(i, std::move(flat));
+    turns_.add(i, flat);
   }
   turns_.add_weight(weight, !is_joined_);
   if (is_joined_ && uneven_.throw_on_early_termination) turns_.end_early();
@@ -207,8 +207,10 @@ void Reducer::add_turns(Bucket& bucket) {
   const BucketPlan& plan = bucket.plan;
   for (std::size_t i = 0; i < plan.slots.size(); ++i) {
     Slot& slot = slots_[plan.slots[i]];
-    turns_.fold(plan.slots[i], plan.firsts[i],
-                bucket.own.narrow(0, plan.offsets[i], plan.counts[i]));
+    if (!slot.is_folded) {
+      const at::Tensor place = bucket.own.narrow(0, plan.offsets[i], plan.counts[i]);
+      turns_.fold(plan.slots[i], plan.firsts[i], place, place);
+    }
     slot.is_present = slot.is_present || turns_.is_present(plan.slots[i]);
   }
 }
@@ -233,12 +235,12 @@ void Reducer::start_exchange(Bucket& bucket) {
   bucket.exchange = turns_.mean().start(roots, bucket.wire);
 }
 
-// While backward runs only as much as may be in memory twice: the rest when it is waited for. All
+// While backward runs only so much, as it is in memory twice: the rest when it is waited for. All
 // ranks decide alike, so that they start the same exchanges in the same order.
 void Reducer::post_exchange(Bucket& bucket) {
   bucket.bytes_given =
       static_cast<std::int64_t>(bucket.wire.nbytes() * turns_.mean().num_roots());
-  step_.bytes_exchanged += bucket.wire.nbytes();
+  step_.bytes_exchanged += bucket.wire.nbytes() * turns_.mean().most_roots();
   if (step_.bytes_exchanged <= kMostExchangedBytes) start_exchange(bucket);
 }
 

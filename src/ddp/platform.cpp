@@ -19,7 +19,7 @@ namespace {
 constexpr std::array kFields = {"vendor_id",       "cpu family", "model",
                                 "model name",      "cache size", "CPU implementer",
                                 "CPU architecture", "CPU part"};
-// Tried: each of them changes the weights of a small MLP or CNN (docs/reproducibility.md).
+// What they do is in docs/reproducibility.md.
 constexpr std::array kVariables = {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR",
                                    "MKL_ENABLE_INSTRUCTIONS"};
 
@@ -28,6 +28,7 @@ std::string cpu_model() {
   std::vector<std::string> values;
   for (std::string line; std::getline(lines, line) && !line.empty();) {
     const std::size_t colon = line.find(':');
+    if (colon == std::string::npos || colon == 0) continue;
     const std::string name = line.substr(0, line.find_last_not_of(" \t", colon - 1) + 1);
     for (const char* const field : kFields) {
       if (name != field || colon + 2 > line.size()) continue;

@@ -85,8 +85,15 @@ bool Reducer::move_in(Slot& slot) {
   if (!is_dense(slot)) return false;
   if (grad.data_ptr() != slot.view.data_ptr() || grad.strides() != slot.view.strides()) {
     if (has_same_layout(grad, slot.view)) {
-      if (grad.numel() != 0)
+      const auto flat = [](const at::Tensor& one) {
+        return one.detach().as_strided({one.numel()}, {1});
+      };
+      if (folds()) {
+        turns_.fold(index_of(slot), 0, flat(grad), flat(slot.view));
+        slot.is_folded = true;
+      } else if (grad.numel() != 0) {
         std::memcpy(slot.view.data_ptr(), grad.const_data_ptr(), grad.nbytes());
+      }
     } else {
       slot.view.copy_(grad);
     }

@@ -216,7 +216,9 @@ void Reducer::on_gradient(std::size_t index) {
       return;
     }
     if (!shares_gradients()) {
-      move_in(slot);
+      // With turns when the bucket is posted: it may come again until then, and is added to what
+      // earlier turns have only once it is complete.
+      if (turns_.num_turns() == 1) move_in(slot);
     } else {
       for (const std::size_t one : slot.buckets) {
         buckets_.all()[one].writers.note(slot.shape.device);
@@ -277,6 +279,7 @@ void Reducer::begin_step(Phase phase) {
     slot.has_fired = false;
     slot.is_late = false;
     slot.is_present = false;
+    slot.is_folded = false;
   }
   for (Bucket& bucket : buckets_.all()) {
     bucket.num_pending = bucket.plan.slots.size();
@@ -391,6 +394,7 @@ void Reducer::finish_all(std::vector<Reducer*> reducers, bool are_followed) {
 // for it, or have failed as well: give them the buckets they expect, and the reason.
 void Reducer::abandon() {
   if (step_.phase == Phase::kLocal) {
+    const bool ends_turn = step_.ends_turn;
     step_ = {};
     if (!turns_.are_on()) return;
     // What this logical rank would have given is missing: all are told at the end of the step.
@@ -399,7 +403,9 @@ void Reducer::abandon() {
         "said.");
     for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
     turns_.end_backward();
-    return end_turn();
+    ++num_local_;
+    if (ends_turn) end_turn();
+    return;
   }
   // Whether this rank's program has been told: by the exception that ended its backward.
   const bool is_told = step_.problem.empty() && !step_.is_of_join;

@@ -126,6 +126,7 @@ class Reducer {
   double weight_without_data() const LOCKSTEP_REQUIRES(mutex_);
   void begin_round();
   bool finish_round();  // whether any rank had data
+  bool may_go_on() const;  // without data in the last round
   static bool is_followed(std::vector<Reducer*>::const_iterator one,
                           std::vector<Reducer*>::const_iterator end);
   void leave_join();
@@ -167,6 +168,15 @@ class Reducer {
   void begin_turn() LOCKSTEP_REQUIRES(mutex_);
   void end_turn() LOCKSTEP_REQUIRES(mutex_);
   void play_without_data() LOCKSTEP_REQUIRES(mutex_);
+  // Whether gradients are summed with those of earlier turns where they are copied anyway: not if
+  // they are weighed or looked at first.
+  bool folds() const LOCKSTEP_REQUIRES(mutex_) {
+    return turns_.num_turns() > 1 && step_.phase == Phase::kSynchronised && step_.factor == 1 &&
+           !options_.check_finite;
+  }
+  std::size_t index_of(const Slot& slot) const LOCKSTEP_REQUIRES(mutex_) {
+    return static_cast<std::size_t>(&slot - slots_.data());
+  }
   void add_turns(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void start_exchange(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void post_exchange(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
@@ -297,7 +307,8 @@ class Reducer {
   std::shared_ptr<Slices> slices_ LOCKSTEP_GUARDED_BY(mutex_);  // the same, on devices
   bool is_sliced_ LOCKSTEP_GUARDED_BY(mutex_) = false;          // they are there, or being made
   bool reduces_once_ LOCKSTEP_GUARDED_BY(mutex_) = false;       // the engine writes the mean once
-  bool places_come_ LOCKSTEP_GUARDED_BY(mutex_) = true;  // to who waits for them long enough
+  std::int64_t next_long_wait_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // the step of it, for a place
+  std::int64_t steps_between_long_waits_ LOCKSTEP_GUARDED_BY(mutex_) = 25;
   Turns turns_ LOCKSTEP_GUARDED_BY(mutex_);
   ReadyOrder order_ LOCKSTEP_GUARDED_BY(mutex_);
   StepNumbers numbers_ LOCKSTEP_GUARDED_BY(mutex_);
@@ -316,6 +327,7 @@ class Reducer {
   int num_local_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
   std::int64_t num_backwards_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
   bool is_joined_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  bool is_skipping_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // in skip(), not in join()
   bool needs_state_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   UnevenOptions uneven_ LOCKSTEP_GUARDED_BY(mutex_) = {};  // while it has joined
   // Whether another model was finished after this one in the last backward, on any rank.

@@ -217,17 +217,18 @@ bool Reducer::has_place(const Bucket& bucket, Until until) {
 
 // While the others compute, they need nothing of this rank. Those that wait in another engine are
 // seen on the board; other models of this process may wait for their places in the same way, which
-// is not. A long wait that was in vain is not tried again.
+// is not. After a long wait that was in vain, the next is tried some steps later, and ever later.
 bool Reducer::wait_for_place(c10d::Work& before) {
   using Clock = std::chrono::steady_clock;
   const milliseconds shortest = short_wait(world_, stats_.get().backward_ms);
-  const bool is_long = reduces_once_ && places_come_ && counted_.is_only_one();
+  const bool is_long =
+      reduces_once_ && stats_.steps() >= next_long_wait_ && counted_.is_only_one();
   const milliseconds longest = is_long ? std::max(kLongWait, shortest) : shortest;
   const auto began = Clock::now();
   while (!before.isCompleted()) {
     const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - began);
     if (waited >= longest) {
-      places_come_ = places_come_ && !is_long;
+      if (is_long) next_long_wait_ = stats_.steps() + (steps_between_long_waits_ *= 4);
       return false;
     }
     if (waited >= shortest && is_needed_elsewhere(*world_.backend())) return false;
@@ -266,6 +267,10 @@ void Reducer::copy_in(Bucket& bucket) {
     } else if (is_sliced_) {
       place.copy_(slot.own.narrow(0, plan.firsts[i], plan.counts[i]));
       keep_for_current_stream(slot.own);  // it may be another stream's, and goes now
+    } else if (folds()) {
+      turns_.fold(plan.slots[i], plan.firsts[i],
+                  slot.own.narrow(0, plan.firsts[i], plan.counts[i]), place);
+      slot.is_folded = true;
     } else if (plan.counts[i] > 0) {
       std::memcpy(place.mutable_data_ptr(),
                   slot.own.narrow(0, plan.firsts[i], plan.counts[i]).const_data_ptr(),

@@ -26,6 +26,7 @@ class StepNumbers {
     kDiffers,
     kEndsEarly,  // out of data, and all are to stop for that
     kFollowed,   // another model of the same backward is finished after this one
+    kSkips,      // without data in this step, but not in join(): it may have some in the next
     kBroken,     // not all collectives of the step could be started on a device
     kNumFlags
   };

@@ -14,21 +14,6 @@
 namespace lockstep {
 namespace {
 
-// Puts the next subtree on a stack, and adds up what is complete. An undefined one is zeros: what
-// is added to zeros is the same number, but for a -0.
-void push(std::vector<at::Tensor>& stack, at::Tensor next, int merges) {
-  for (; merges > 0; --merges) {
-    at::Tensor left = std::move(stack.back());
-    stack.pop_back();
-    if (left.defined() && next.defined()) {
-      next = left.add_(next);
-    } else if (left.defined() || next.defined()) {
-      next = (left.defined() ? left : next).add_(0);
-    }
-  }
-  stack.push_back(std::move(next));
-}
-
 std::vector<at::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
   std::vector<at::Tensor> copies;
   for (const NamedTensor& one : tensors) copies.push_back(one.tensor.detach().clone());
@@ -78,11 +63,45 @@ void Turns::restore_buffers(const std::vector<NamedTensor>& buffers) const {
   write(buffers, first_buffers_);
 }
 
-void Turns::add(std::size_t slot, at::Tensor gradient) {
-  parts_.resize(std::max(parts_.size(), slot + 1));
-  present_.resize(parts_.size());
+// Memory of subtrees is kept from step to step: given back, it would have to be made resident again
+// in each.
+void Turns::Stack::push(const at::Tensor& next, int merges) {
+  at::Tensor sum = next;  // the caller's, or a part's
+  for (; merges > 0; --merges) {
+    at::Tensor left = std::move(parts_.back());
+    parts_.pop_back();
+    if (left.defined() && sum.defined()) {
+      left.add_(sum);
+    } else if (left.defined() || sum.defined()) {
+      // Zeros are not stored: what is added to them is the same number, but for a -0.
+      if (!left.defined()) left = sum.is_same(next) ? copy_of(sum) : std::exchange(sum, {});
+      left.add_(0);
+    }
+    if (sum.defined() && !sum.is_same(next)) spare_.push_back(std::move(sum));
+    sum = std::move(left);
+  }
+  parts_.push_back(sum.defined() && sum.is_same(next) ? copy_of(sum) : std::move(sum));
+}
+
+void Turns::Stack::clear() {
+  for (at::Tensor& part : parts_) {
+    if (part.defined()) spare_.push_back(std::move(part));
+  }
+  parts_.clear();
+}
+
+at::Tensor Turns::Stack::copy_of(const at::Tensor& numbers) {
+  if (spare_.empty()) return numbers.clone();
+  at::Tensor copy = std::move(spare_.back());
+  spare_.pop_back();
+  return copy.copy_(numbers);
+}
+
+void Turns::add(std::size_t slot, const at::Tensor& gradient) {
+  stacks_.resize(std::max(stacks_.size(), slot + 1));
+  present_.resize(stacks_.size());
   if (gradient.defined()) present_[slot] = true;
-  push(parts_[slot], std::move(gradient), merges_[static_cast<std::size_t>(turn_)]);
+  stacks_[slot].push(gradient, merges_[static_cast<std::size_t>(turn_)]);
 }
 
 void Turns::add_weight(double weight, bool has_data) {
@@ -109,10 +128,10 @@ void Turns::note_buffers(const std::vector<NamedTensor>& buffers, bool are_avera
                          bool has_data) {
   if (has_data && kept_buffers_.empty()) kept_buffers_ = copies_of(buffers);
   if (!are_averaged) return;
-  buffer_parts_.resize(buffers.size());
+  buffer_stacks_.resize(buffers.size());
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     if (!is_averaged(buffers[i].tensor)) continue;
-    push(buffer_parts_[i], numbers_of(buffers[i].tensor), merges_[static_cast<std::size_t>(turn_)]);
+    buffer_stacks_[i].push(numbers_of(buffers[i].tensor), merges_[static_cast<std::size_t>(turn_)]);
   }
 }
 
@@ -120,30 +139,37 @@ void Turns::note_buffers(const std::vector<NamedTensor>& buffers, bool are_avera
 at::Tensor Turns::numbers_of(const at::Tensor& buffer) {
   const at::Tensor flat = buffer.detach().reshape(-1);
   const at::Tensor real = flat.is_complex() ? at::view_as_real(flat).reshape(-1) : flat;
-  return real.to(at::toOpMathType(real.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
+  return real.to(at::toOpMathType(real.scalar_type()));
 }
 
 bool Turns::is_averaged(const at::Tensor& buffer) {
   return buffer.is_floating_point() || buffer.is_complex();
 }
 
-void Turns::fold(std::size_t slot, std::int64_t first, const at::Tensor& place) {
-  if (num_turns() == 1) return;
-  const auto& parts = parts_[slot];
-  const int merges = merges_.back();
-  for (int i = 1; i <= merges; ++i) {
-    const at::Tensor& left = parts[parts.size() - static_cast<std::size_t>(i)];
-    if (left.defined()) {
-      place.add_(left.narrow(0, first, place.numel()));
-    } else {
-      place.add_(0);
+void Turns::fold(std::size_t slot, std::int64_t first, const at::Tensor& gradient,
+                 const at::Tensor& place) const {
+  const std::int64_t count = place.numel();
+  if (count == 0) return;
+  std::vector<at::Tensor> parts;
+  bool are_all_there = !place.is_complex();
+  if (num_turns() > 1) {
+    const auto& all = stacks_[slot].parts();
+    for (auto part = all.end() - merges_.back(); part != all.end(); ++part) {
+      are_all_there &= part->defined();
+      parts.push_back(part->defined() ? part->narrow(0, first, count) : *part);
     }
+  }
+  if (parts.empty() && gradient.is_same(place)) return;
+  if (are_all_there) return add_from_right(parts, gradient, place);
+  if (!gradient.is_same(place)) place.copy_(gradient);
+  for (; !parts.empty(); parts.pop_back()) {
+    parts.back().defined() ? place.add_(parts.back()) : place.add_(0);
   }
 }
 
 void Turns::copy_root(std::size_t slot, std::size_t index, std::int64_t first,
                       const at::Tensor& place) const {
-  const at::Tensor& root = parts_[slot][index];
+  const at::Tensor& root = stacks_[slot].parts()[index];
   if (root.defined()) {
     place.copy_(root.narrow(0, first, place.numel()));
   } else {
@@ -173,8 +199,9 @@ void Turns::finish_buffers(const World& world, const std::vector<NamedTensor>& b
       copied.push_back(buffer);
       continue;
     }
-    const at::Tensor mean = at::empty_like(buffer_parts_[i].front());
-    mean_->run(buffer_parts_[i], mean);
+    const auto& parts = buffer_stacks_[i].parts();
+    const at::Tensor mean = at::empty_like(parts.front());
+    mean_->run(parts, mean);
     const at::Tensor whole = buffer.is_complex() ? at::view_as_complex(mean.view({-1, 2})) : mean;
     buffer.data().copy_(whole.view(buffer.sizes()));
   }
@@ -189,12 +216,12 @@ void Turns::reset() {
   problem_.clear();
   ends_early_ = false;
   first_buffers_.clear();
-  parts_.clear();
-  present_.clear();
+  for (Stack& stack : stacks_) stack.clear();
+  present_.assign(stacks_.size(), false);
   weights_.clear();
   has_data_.clear();
   kept_buffers_.clear();
-  buffer_parts_.clear();
+  for (Stack& stack : buffer_stacks_) stack.clear();
 }
 
 }  // namespace lockstep

@@ -1,7 +1,7 @@
 // Turns: the logical ranks that a rank plays one after the other in a step, and the gradients that
 // they have left.
 //
-// After each turn but the last, gradients are taken from the parameters and summed with those of
+// After each turn but the last, gradients are copied from the parameters or added to those of
 // earlier turns as far as the tree over logical ranks allows (collective/leaves.h): with a power of
 // two of turns at most log2(turns) copies are kept, else 2 log2(turns). The last turn's are in the
 // buckets, where the rest is added to them. Every turn begins with the buffers that the step began
@@ -47,7 +47,7 @@ class Turns {
   void end_backward() { has_begun_ = false; }
 
   // The turn's gradient of a slot, in one run of memory; undefined: it has none.
-  void add(std::size_t slot, at::Tensor gradient);
+  void add(std::size_t slot, const at::Tensor& gradient);
   // The turn is over. Without data it counts for nothing, whatever its weight.
   void add_weight(double weight, bool has_data);
   std::vector<int> with_data() const;  // the logical ranks of this rank that had some
@@ -65,9 +65,11 @@ class Turns {
   }
   const std::string& problem() const { return problem_; }
 
-  // In the last turn: adds to `place`, which has a part of the slot's gradient, what earlier turns
-  // have of it. What is left are the roots before the last one.
-  void fold(std::size_t slot, std::int64_t first, const at::Tensor& place);
+  // In the last turn: `place` becomes this turn's part of the slot's gradient, from `first` on, with
+  // what earlier turns have of it. What is left are the roots before the last one. Both in one run
+  // of memory; they may be the same.
+  void fold(std::size_t slot, std::int64_t first, const at::Tensor& gradient,
+            const at::Tensor& place) const;
   // The part from `first` on of root `index`, for a place like this; zeros if there is none.
   void copy_root(std::size_t slot, std::size_t index, std::int64_t first,
                  const at::Tensor& place) const;
@@ -85,6 +87,21 @@ class Turns {
   void reset();
 
  private:
+  // Sums of subtrees, from left to right, in memory of its own.
+  class Stack {
+   public:
+    // Puts the next one there, and adds up what is complete. An undefined one is zeros.
+    void push(const at::Tensor& next, int merges);
+    void clear();
+    const std::vector<at::Tensor>& parts() const { return parts_; }
+
+   private:
+    at::Tensor copy_of(const at::Tensor& numbers);
+
+    std::vector<at::Tensor> parts_;
+    std::vector<at::Tensor> spare_;
+  };
+
   static bool is_averaged(const at::Tensor& buffer);
   static at::Tensor numbers_of(const at::Tensor& buffer);
 
@@ -97,14 +114,14 @@ class Turns {
   bool has_begun_ = false;
   std::string problem_;
   bool ends_early_ = false;
-  std::vector<std::vector<at::Tensor>> parts_;  // by slot: sums of subtrees, from left to right
+  std::vector<Stack> stacks_;                   // by slot
   std::vector<bool> present_;                   // by slot, in earlier turns
   std::vector<double> weights_;                 // by turn
   std::vector<bool> has_data_;                  // by turn
   std::vector<double> last_weights_;            // by turn, of steps with data; not of this step
   std::vector<at::Tensor> first_buffers_;       // as the step began
   std::vector<at::Tensor> kept_buffers_;        // after the first turn with data
-  std::vector<std::vector<at::Tensor>> buffer_parts_;
+  std::vector<Stack> buffer_stacks_;            // by buffer
 };
 
 }  // namespace lockstep

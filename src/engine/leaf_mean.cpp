@@ -20,6 +20,25 @@ bool sums_in_tree(c10d::Backend& engine) {
 
 }  // namespace
 
+void add_from_right(std::span<const at::Tensor> parts, const at::Tensor& last,
+                    const at::Tensor& output) {
+  std::vector<const void*> inputs;
+  for (const at::Tensor& part : parts) inputs.push_back(part.const_data_ptr());
+  inputs.push_back(last.const_data_ptr());
+  std::vector<std::uint8_t> merges(inputs.size());
+  merges.back() = static_cast<std::uint8_t>(parts.size());
+  void* const outputs[] = {output.mutable_data_ptr()};
+  collective::reduce({.type = operation_of(collective::Kind::kAllReduce, output).type,
+                      .reduction = collective::Reduction::kSum,
+                      .num_inputs = static_cast<int>(inputs.size()),
+                      .inputs = inputs.data(),
+                      .num_outputs = 1,
+                      .outputs = outputs,
+                      .count = static_cast<std::size_t>(output.numel()),
+                      .merges = merges.data()},
+                     collective::best_simd());
+}
+
 LeafMean::LeafMean(c10::intrusive_ptr<c10d::Backend> engine, int num_leaves)
     : engine_(std::move(engine)),
       num_leaves_(num_leaves),

@@ -9,15 +9,22 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "collective/leaves.h"
 
 namespace lockstep {
+
+// Writes a sum of subtrees in one pass: of `last` and the one before it, of that and the one before,
+// and so on. `output` may be `last`. Requires: f32 or f64 in one run of memory, equally many.
+void add_from_right(std::span<const at::Tensor> parts, const at::Tensor& last,
+                    const at::Tensor& output);
 
 class LeafMean {
  public:
@@ -30,6 +37,7 @@ class LeafMean {
     return collective::holder_of(leaf, engine_->getSize(), num_leaves_);
   }
   std::size_t num_roots() const { return num_roots_[static_cast<std::size_t>(rank_)]; }
+  std::size_t most_roots() const { return std::ranges::max(num_roots_); }  // of any rank
   // An all-reduce of the engine is the sum over leaves: all ranks have one root of the same size,
   // and the engine adds up ranks in the order of the tree.
   bool is_all_reduce() const { return is_all_reduce_; }

@@ -254,7 +254,8 @@ void leave_out_ranks(Tensors& tensors) {
     if (part.key() == "random") {
       std::erase_if(tensors.by_name,
                     [](const auto& one) { return one.first.starts_with("random."); });
-    } else if (part->is_object() && part->contains("lengths")) {
+    } else if (part->is_object() && part->contains("lengths") &&
+               tensors.by_name.contains(part.key() + ".texts")) {
       tensors.by_name.erase(part.key() + ".texts");
     } else {
       ++part;

@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <functional>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -70,6 +71,12 @@ std::string text_of(const std::set<std::int64_t>& steps) {
   if (steps.empty()) return "no step";
   if (steps.size() == 1) return text::format("1 step, {}", *steps.begin());
   return text::format("{} steps, {} to {}", steps.size(), *steps.begin(), *steps.rbegin());
+}
+
+std::string text_of(const std::set<std::string>& models) {
+  std::vector<std::string> names;
+  for (const std::string& one : models) names.push_back("'" + printable(one) + "'");
+  return text::join(names, ", ");
 }
 
 // The steps that both have. Throws if there are none.
@@ -140,6 +147,11 @@ class RunLog {
   const std::map<std::string, std::set<std::string>>& settings() const { return settings_; }
   const std::vector<std::string>& notes() const { return notes_; }
   const std::set<std::int64_t>& twice() const { return twice_; }  // with different hashes
+  std::set<std::string> models() const {
+    std::set<std::string> all;
+    for (const auto& [key, entry] : entries_) all.insert(key.second);
+    return all;
+  }
   std::set<std::int64_t> steps() const {
     std::set<std::int64_t> all;
     for (const auto& [key, entry] : entries_) all.insert(key.first);
@@ -261,11 +273,11 @@ Report verify_logs(const std::string& left, const std::string& right) {
     }
     different.insert(key.first);
   }
-  if (num_common == 0) {
+  if (num_common == 0 || mine.models() != theirs.models()) {
     refuse(
-        text::format("{} and {} have hashes of different models (DdpOptions::name).\nCompare "
-                     "runs of one program.",
-                     left, right));
+        text::format("{} and {} have hashes of different models (DdpOptions::name): {} and {}.\n"
+                     "Compare runs of one program.",
+                     left, right, text_of(mine.models()), text_of(theirs.models())));
   }
   if (!different.empty()) {
     outcome.details.insert(

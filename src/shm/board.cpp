@@ -124,7 +124,7 @@ std::uint64_t BoardChannel::start(const char* operation) {
   return number;
 }
 
-bool BoardChannel::are_others_stuck_elsewhere() const {
+bool BoardChannel::are_others_stuck_outside() const {
   return board_->are_others_stuck_outside(name_);
 }
 

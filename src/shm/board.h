@@ -103,7 +103,7 @@ class BoardChannel {
 
   // Whether another rank of this host is stuck in an operation of another channel that this rank
   // has not started.
-  bool are_others_stuck_elsewhere() const;
+  bool are_others_stuck_outside() const;
 
   const std::shared_ptr<Board>& board() const { return board_; }
   const std::string& name() const { return name_; }

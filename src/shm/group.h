@@ -63,7 +63,7 @@ class Group final : public collective::Runner, public std::enable_shared_from_th
   int global_rank(int peer) const override { return peers_.global_rank(peer); }
   bool can_reduce_once() const override { return true; }
   bool is_needed_elsewhere() override {
-    return options_.channel && options_.channel->are_others_stuck_elsewhere();
+    return options_.channel && options_.channel->are_others_stuck_outside();
   }
   std::shared_ptr<Request> start(Operation operation) override;
   std::shared_ptr<collective::MessageRequest> start(Message message) override;

@@ -561,6 +561,80 @@ TEST(LogicalRanks, AStepIsDroppedWhateverTurnFails) {
   })));
 }
 
+// What went wrong in an earlier turn is told at the end of the step, however that comes.
+TEST(LogicalRanks, AProblemOfAnEarlierTurnIsToldWithoutData) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.engine = "shm", .logical_ranks = 4});
+    Cnn model;
+    const DdpOptions options = {.check_finite = true};
+    DistributedDataParallel ddp(model, world, options);
+    const auto backward = [&](double factor) {
+      const Turn turn = ddp.play();
+      (loss_of(model->forward(turn.logical_rank, 1)) * factor).backward();
+      return turn.is_last;
+    };
+    for (const bool joins : {false, true}) {
+      expect_says(thrown_by<UsageError>([&] {
+                    backward(rank == 0 ? NAN : 1);
+                    if (rank == 1) {
+                      backward(1);
+                    } else if (joins) {
+                      ddp.join([] {});
+                    } else {
+                      ddp.skip();
+                    }
+                  }),
+                  {"is not finite"});
+    }
+    // In the middle of the last turn: the rest of it still belongs to it.
+    ddp.accumulate(2);
+    bool must_throw = false;
+    const auto hook = model->conv1->weight.register_hook([&](const at::Tensor&) {
+      if (must_throw) throw std::runtime_error("on purpose");
+    });
+    expect_says(thrown_by<UsageError>([&] {
+                  for (int i = 0; i < 4; ++i) {
+                    must_throw = i == 2 && rank == 1;
+                    try {
+                      EXPECT_EQ(backward(1), i == 3);
+                    } catch (const std::runtime_error& error) {
+                      if (!has(error.what(), "on purpose")) throw;
+                    }
+                  }
+                }),
+                {"ended by an exception"});
+    model->conv1->weight.remove_hook(hook);
+    for (int i = 0; i < 4; ++i) EXPECT_EQ(backward(1), i == 3);
+    EXPECT_TRUE(model->conv1->weight.grad().defined());
+  })));
+}
+
+// A rank in join() stays while another has a hole in its data.
+TEST(LogicalRanks, AStepWithoutDataDoesNotEndOthersJoin) {
+  EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
+    const World world = World::join({.engine = "shm"});
+    Net model;
+    DistributedDataParallel ddp(model, world);
+    int num_steps = 0;
+    const auto step = [&] {
+      ++num_steps;
+      model->zero_grad();
+    };
+    if (rank == 1) {
+      for (int i = 0; i < 3; ++i) {
+        if (i == 1) {
+          EXPECT_FALSE(ddp.skip());
+          continue;
+        }
+        loss_of(model->forward(batch(rank))).backward();
+        step();
+      }
+    }
+    ddp.join(step);
+    EXPECT_EQ(num_steps, 2);
+  })));
+}
+
 TEST(LogicalRanks, NumbersThatCannotBeAreRefused) {
   EXPECT_TRUE(all_passed(run_ranks(2, [](int rank) {
     expect_says(thrown_by<UsageError>([] { World::join({.logical_ranks = 1}); }),

@@ -102,6 +102,22 @@ TEST_F(Verify, TheFirstDifferenceIsNamed) {
   EXPECT_TRUE(has(report.text, "step 0, in fc1.weight, alone of 3")) << report.text;
 }
 
+TEST_F(Verify, AModelThatOneRunHasAloneIsAnError) {
+  const std::string actor = entry(0, first_, "actor");
+  const auto says = [&](const std::string& left, const std::string& right) {
+    try {
+      compare(left, right);
+    } catch (const UsageError& error) {
+      return error.message();
+    }
+    return std::string("nothing");
+  };
+  const std::string text =
+      says(header() + actor + entry(0, first_, "critic"), header() + actor);
+  EXPECT_TRUE(has(text, "different models (DdpOptions::name): 'actor', 'critic' and 'actor'"))
+      << text;
+}
+
 TEST_F(Verify, WhatExplainsADifferenceIsSaid) {
   const std::string steps = entry(0, first_);
   EXPECT_EQ(compare(header() + steps, header({{"seed", 43}, {"threads", 2}}) + steps).text,
