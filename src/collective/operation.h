@@ -82,6 +82,7 @@ struct Operation {
   Reduction reduction = Reduction::kNone;
   int root = 0;
   double factor = 1;      // of Reduction::kScaledSum
+  int average_over = 0;   // what Reduction::kAverage divides by; 0: the number of ranks
   std::size_t count = 0;  // elements of one part, the same on all ranks
   Purpose purpose = current_purpose();
   Parts input = {};

@@ -54,7 +54,9 @@ static bool has_f16c() {
 }
 #endif
 
-Simd best_simd() {
+namespace {
+
+Simd find_best_simd() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_f16c()) {
@@ -63,6 +65,14 @@ Simd best_simd() {
   if (__builtin_cpu_supports("avx2") && has_f16c()) return Simd::kAvx2;
 #endif
   return Simd::kPlain;
+}
+
+}  // namespace
+
+// Asked once: in a virtual machine the question takes microseconds.
+Simd best_simd() {
+  static const Simd best = find_best_simd();
+  return best;
 }
 
 void reduce(const ReduceJob& job, Simd simd) {

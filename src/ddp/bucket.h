@@ -47,7 +47,7 @@ struct Slot {
   bool has_fired = false;
   bool is_late = false;           // has fired again after its bucket was posted
   bool is_present = false;        // this rank gives a gradient
-  bool is_folded = false;         // logical ranks: together with those of earlier turns
+  bool is_folded = false;         // logical ranks: those of earlier turns are added to it
   at::Tensor own;                 // Shard::kGradients: it, while not all parts have been sent
   std::uint64_t fingerprint = 0;  // of the parameter at the last local backward
 };

@@ -85,15 +85,8 @@ bool Reducer::move_in(Slot& slot) {
   if (!is_dense(slot)) return false;
   if (grad.data_ptr() != slot.view.data_ptr() || grad.strides() != slot.view.strides()) {
     if (has_same_layout(grad, slot.view)) {
-      const auto flat = [](const at::Tensor& one) {
-        return one.detach().as_strided({one.numel()}, {1});
-      };
-      if (folds()) {
-        turns_.fold(index_of(slot), 0, flat(grad), flat(slot.view));
-        slot.is_folded = true;
-      } else if (grad.numel() != 0) {
+      if (grad.numel() != 0)
         std::memcpy(slot.view.data_ptr(), grad.const_data_ptr(), grad.nbytes());
-      }
     } else {
       slot.view.copy_(grad);
     }
@@ -155,8 +148,7 @@ void Reducer::post(Bucket& bucket) {
     if (index + 1 == buckets_.all().size() && !are_numbers_apart_) write_numbers();
     if (turns_.are_exchanged()) return post_exchange(bucket);
     bucket.bytes_given = static_cast<std::int64_t>(bucket.wire.nbytes());
-    bucket.work = shares_gradients() ? start_shared_mean(bucket)
-                                     : start_mean(bucket.wire, world_, reduction());
+    bucket.work = shares_gradients() ? start_shared_mean(bucket) : start_mean_of(bucket);
   } catch (...) {
     // A device's engine that has failed may refuse all that follows. The numbers of the step, in
     // main memory, tell all ranks why, and nobody uses its buckets.
@@ -194,6 +186,13 @@ c10::intrusive_ptr<c10d::Work> Reducer::start_mean(const at::Tensor& tensor, con
   options.reduceOp = op;
   std::vector<at::Tensor> tensors = {tensor};
   return world.backend()->allreduce(tensors, options);
+}
+
+// With logical ranks the engine adds up those that each rank plays.
+c10::intrusive_ptr<c10d::Work> Reducer::start_mean_of(const Bucket& bucket) {
+  if (turns_.are_on() && world_.size() > 1) return turns_.mean().start_all_reduce(bucket.wire);
+  return start_mean(bucket.wire, world_,
+                    turns_.divisor() > 1 ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG);
 }
 
 // Lets the engine do what has become possible. Buckets complete in the order posted.

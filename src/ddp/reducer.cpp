@@ -114,8 +114,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   order_ = ReadyOrder(slots_);
   numbers_.set_num_slots(slots_.size());
   if (turns_.are_on() && !are_numbers_apart_) {
-    numbers_.set_divisor(turns_.are_exchanged() || turns_.divisor() == 1 ? world_.logical_size()
-                                                                         : 1);
+    numbers_.set_divisor(turns_.divisor() > 1 ? 1 : world_.logical_size());
   }
   if (options_.shard != Shard::kNone && world_.size() > 1) share_memory();
   const auto warning = std::make_shared<GradientHook::Warning>();
@@ -216,9 +215,7 @@ void Reducer::on_gradient(std::size_t index) {
       return;
     }
     if (!shares_gradients()) {
-      // With turns when the bucket is posted: it may come again until then, and is added to what
-      // earlier turns have only once it is complete.
-      if (turns_.num_turns() == 1) move_in(slot);
+      move_in(slot);
     } else {
       for (const std::size_t one : slot.buckets) {
         buckets_.all()[one].writers.note(slot.shape.device);

@@ -151,10 +151,7 @@ class Reducer {
   static std::string text_of_not_finite(const Slot& slot);
   static c10::intrusive_ptr<c10d::Work> start_mean(const at::Tensor& tensor, const World& world,
                                                    c10d::ReduceOp op = c10d::ReduceOp::AVG);
-  // Of buckets: with logical ranks that are played in turns, the engine only adds up.
-  c10d::ReduceOp reduction() const LOCKSTEP_REQUIRES(mutex_) {
-    return turns_.divisor() > 1 ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
-  }
+  c10::intrusive_ptr<c10d::Work> start_mean_of(const Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void poll() LOCKSTEP_REQUIRES(mutex_);
 
   bool is_dense(const Slot& slot) LOCKSTEP_REQUIRES(mutex_);
@@ -168,15 +165,6 @@ class Reducer {
   void begin_turn() LOCKSTEP_REQUIRES(mutex_);
   void end_turn() LOCKSTEP_REQUIRES(mutex_);
   void play_without_data() LOCKSTEP_REQUIRES(mutex_);
-  // Whether gradients are summed with those of earlier turns where they are copied anyway: not if
-  // they are weighed or looked at first.
-  bool folds() const LOCKSTEP_REQUIRES(mutex_) {
-    return turns_.num_turns() > 1 && step_.phase == Phase::kSynchronised && step_.factor == 1 &&
-           !options_.check_finite;
-  }
-  std::size_t index_of(const Slot& slot) const LOCKSTEP_REQUIRES(mutex_) {
-    return static_cast<std::size_t>(&slot - slots_.data());
-  }
   void add_turns(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void start_exchange(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);
   void post_exchange(Bucket& bucket) LOCKSTEP_REQUIRES(mutex_);

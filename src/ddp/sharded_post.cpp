@@ -267,7 +267,8 @@ void Reducer::copy_in(Bucket& bucket) {
     } else if (is_sliced_) {
       place.copy_(slot.own.narrow(0, plan.firsts[i], plan.counts[i]));
       keep_for_current_stream(slot.own);  // it may be another stream's, and goes now
-    } else if (folds()) {
+    } else if (turns_.num_turns() > 1 && step_.factor == 1 && !options_.check_finite) {
+      // In the same pass, as nothing is done to it before.
       turns_.fold(plan.slots[i], plan.firsts[i],
                   slot.own.narrow(0, plan.firsts[i], plan.counts[i]), place);
       slot.is_folded = true;
@@ -288,8 +289,9 @@ c10::intrusive_ptr<c10d::Work> Reducer::start_shared_mean(const Bucket& bucket) 
     at::Tensor input = bucket.own;
     return world_.backend()->_reduce_scatter_base(output, input, options);
   }
-  if (!reduces_once_) return start_mean(bucket.wire, world_, reduction());
-  return start_reduce_once(*world_.backend(), bucket.wire, bucket.result, reduction());
+  if (!reduces_once_) return start_mean_of(bucket);
+  return start_reduce_once(*world_.backend(), bucket.wire, bucket.result, c10d::ReduceOp::AVG,
+                           turns_.are_on() ? turns_.mean().num_leaves() : 0);
 }
 
 // Where the engine leaves the mean in this rank's place, each rank of the host moves a part of it
@@ -314,7 +316,7 @@ at::Tensor Reducer::my_part(const at::Tensor& flat) const {
 
 // Collective on the host, where ranks have written parts: when it returns, all of them have.
 void Reducer::hand_out_shared() {
-  if (shards_ && (!reduces_once_ || step_.scale != 1 || turns_.divisor() > 1 ||
+  if (shards_ && (!reduces_once_ || step_.scale != 1 ||
                   numbers_.any(StepNumbers::kLate))) {
     shards_->host().barrier();
   }

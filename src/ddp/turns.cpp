@@ -40,8 +40,8 @@ Turns::Turns(const World& world) : num_threads_(at::get_num_threads()) {
 }
 
 int Turns::divisor() const {
-  const bool is_sum = are_on() && mean_->is_all_reduce() && num_turns() > 1;
-  return is_sum ? mean_->num_leaves() : 1;
+  const bool is_alone = are_on() && mean_->held().count == mean_->num_leaves();
+  return is_alone && mean_->is_all_reduce() ? mean_->num_leaves() : 1;
 }
 
 void Turns::begin(int micro, std::uint64_t seed, std::int64_t step,

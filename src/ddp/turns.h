@@ -34,7 +34,7 @@ class Turns {
   int num_threads() const { return num_threads_; }  // when the model was wrapped
   int turn() const { return turn_; }
   bool is_last() const { return turn_ + 1 == num_turns(); }
-  // What sums over ranks that the engine gives are still to be divided by.
+  // A rank alone: what its sum over turns is still to be divided by.
   int divisor() const;
   // Buckets go through LeafMean, not through an all-reduce of the engine.
   bool are_exchanged() const { return are_on() && !mean_->is_all_reduce(); }

@@ -56,6 +56,11 @@ LeafMean::LeafMean(c10::intrusive_ptr<c10d::Backend> engine, int num_leaves)
                    });
 }
 
+c10::intrusive_ptr<c10d::Work> LeafMean::start_all_reduce(const at::Tensor& root) const {
+  auto& ours = dynamic_cast<TensorEngine&>(for_main_memory(*engine_));
+  return ours.all_reduce_mean(root, num_leaves_);
+}
+
 LeafMean::Exchange::Exchange(const LeafMean& mean, const std::vector<at::Tensor>& roots,
                              at::Tensor output)
     : mean_(mean),

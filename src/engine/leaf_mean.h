@@ -41,6 +41,8 @@ class LeafMean {
   // An all-reduce of the engine is the sum over leaves: all ranks have one root of the same size,
   // and the engine adds up ranks in the order of the tree.
   bool is_all_reduce() const { return is_all_reduce_; }
+  // The mean by one, of this rank's root. Requires: is_all_reduce(), more than one rank.
+  c10::intrusive_ptr<c10d::Work> start_all_reduce(const at::Tensor& root) const;
 
   // A mean on its way. Its two halves are collectives: all ranks call these in the same order.
   class Exchange {

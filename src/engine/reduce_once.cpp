@@ -34,11 +34,12 @@ void check_pair(const TensorChecks& checks, const at::Tensor& input, const at::T
 }  // namespace
 
 TensorEngine::WorkPtr TensorEngine::reduce_once(const at::Tensor& input, const at::Tensor& output,
-                                                const c10d::ReduceOp& op) {
+                                                const c10d::ReduceOp& op, int average_over) {
   check_pair(checks_, input, output);
   checks_.reduction(kName, op, {input});
   TensorCall call = begin(c10d::OpType::ALLREDUCE, {output}, c10d::kUnsetTimeout);
   collective::Operation operation = operation_of(collective::Kind::kReduceOnce, input, op);
+  operation.average_over = average_over;
   operation.input.base = data_of(call.read(input));
   operation.output.base = data_of(call.read(output));
   call.add(std::move(operation));
@@ -57,10 +58,12 @@ bool is_needed_elsewhere(c10d::Backend& engine) {
 }
 
 c10::intrusive_ptr<c10d::Work> start_reduce_once(c10d::Backend& engine, const at::Tensor& input,
-                                                 const at::Tensor& output,
-                                                 const c10d::ReduceOp& op) {
+                                                 const at::Tensor& output, const c10d::ReduceOp& op,
+                                                 int average_over) {
   c10d::Backend& used = for_main_memory(engine);
-  if (auto* ours = dynamic_cast<TensorEngine*>(&used)) return ours->reduce_once(input, output, op);
+  if (auto* ours = dynamic_cast<TensorEngine*>(&used)) {
+    return ours->reduce_once(input, output, op, average_over);
+  }
   const TensorChecks checks{used.getRank(), used.getSize()};
   check_pair(checks, input, output);
   if (!is_solo(used)) {

@@ -21,9 +21,10 @@ bool is_needed_elsewhere(c10d::Backend& engine);
 // When the work is done, on any rank, the output is complete and the input may be written again.
 // Requires: contiguous tensors in main memory, of the same type and number of elements on all
 // ranks, that do not overlap or are the same; can_reduce_once(engine).
+// `average_over`: what AVG divides by, if not by the number of ranks (of more than one).
 // Throws UsageError, before any other rank hears of it.
 c10::intrusive_ptr<c10d::Work> start_reduce_once(c10d::Backend& engine, const at::Tensor& input,
-                                                 const at::Tensor& output,
-                                                 const c10d::ReduceOp& op);
+                                                 const at::Tensor& output, const c10d::ReduceOp& op,
+                                                 int average_over = 0);
 
 }  // namespace lockstep

@@ -65,6 +65,17 @@ WorkPtr TensorEngine::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
   return call.work();
 }
 
+WorkPtr TensorEngine::all_reduce_mean(const at::Tensor& tensor, int average_over) {
+  checks_.reduction("all_reduce", c10d::ReduceOp::AVG, {tensor});
+  TensorCall call = begin(c10d::OpType::ALLREDUCE, {tensor}, c10d::kUnsetTimeout);
+  const at::Tensor dense = call.read_and_write(tensor);
+  Operation operation = operation_of(Kind::kAllReduce, dense, c10d::ReduceOp::AVG);
+  operation.average_over = average_over;
+  operation.input.base = operation.output.base = data_of(dense);
+  call.add(std::move(operation));
+  return call.work();
+}
+
 WorkPtr TensorEngine::allreduce_coalesced(Tensors& tensors,
                                           const c10d::AllreduceCoalescedOptions& options) {
   return allreduce(tensors, options);

@@ -41,6 +41,8 @@ class TensorEngine : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  // The sum over ranks, divided by another number.
+  WorkPtr all_reduce_mean(const at::Tensor& tensor, int average_over);
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
@@ -78,7 +80,8 @@ class TensorEngine : public c10d::Backend {
   // reduce_once.h. Both tensors are contiguous: the output is written where it is, by other ranks.
   bool can_reduce_once() const { return runner_->can_reduce_once(); }
   bool is_needed_elsewhere() { return runner_->is_needed_elsewhere(); }
-  WorkPtr reduce_once(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
+  WorkPtr reduce_once(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op,
+                      int average_over);
 
   WorkPtr send(Tensors& tensors, int peer, int tag) override;
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;

@@ -240,7 +240,8 @@ void Pieces::pull(const Piece& piece) {
                       .factors = factors,
                       .num_outputs = 1,
                       .outputs = outputs,
-                      .count = piece.count},
+                      .count = piece.count,
+                      .average_over = operation.average_over},
                      simd_);
 }
 
@@ -304,7 +305,8 @@ void Pieces::reduce_chunk(const Piece& piece, std::size_t chunk) {
                       .factors = factors,
                       .num_outputs = is_once ? 1 : peers_.size,
                       .outputs = outputs,
-                      .count = std::min(piece.chunk_elements, piece.count - first)},
+                      .count = std::min(piece.chunk_elements, piece.count - first),
+                      .average_over = operation.average_over},
                      simd_);
 }
 

@@ -428,6 +428,28 @@ TEST(LogicalRanks, ARankWithoutThemSkipsAStep) {
   })));
 }
 
+// Also those that are no power of two.
+TEST(LogicalRanks, AnyNumberOfThemWillDo) {
+  for (const int count : {1, 3, 6}) {
+    EXPECT_TRUE(all_passed(run_ranks(std::min(count, 2), [&](int rank) {
+      const World world = World::join({.logical_ranks = count});
+      const std::string mine = hash_of_training<Mlp>(world, {}, {.is_weighted = count > 1}, 3);
+      if (rank != 0) return;
+      EXPECT_EQ(mine, hash_of_training<Mlp>(alone(count), {}, {.is_weighted = count > 1}, 3));
+      // Every one of them counts as much: the mean of equal gradients is that gradient.
+      Net model;
+      DistributedDataParallel ddp(model, alone(count));
+      for (bool is_last = false; !is_last;) {
+        is_last = ddp.play().is_last;
+        loss_of(model->forward(batch(1))).backward();
+      }
+      Net other;
+      loss_of(other->forward(batch(1))).backward();
+      EXPECT_TRUE(model->first->weight.grad().allclose(other->first->weight.grad(), 1e-5, 1e-7));
+    }))) << count;
+  }
+}
+
 // Another number of logical ranks is another training.
 TEST(LogicalRanks, TheirNumberMatters) {
   EXPECT_TRUE(all_passed(run_ranks(1, [](int) {

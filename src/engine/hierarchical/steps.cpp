@@ -313,7 +313,8 @@ void HostSteps::sum_hosts(const std::vector<const void*>& inputs, std::byte* out
                       .num_outputs = 1,
                       .outputs = outputs,
                       .count = count,
-                      .average_over = layout_.num_ranks()},
+                      .average_over = operation_.average_over != 0 ? operation_.average_over
+                                                                   : layout_.num_ranks()},
                      simd_);
 }
 

@@ -147,6 +147,7 @@ void MpiRunner::reduce(const Operation& operation, const MpiPlan& plan) {
   job.num_outputs = 1;
   job.outputs = &output;
   job.count = result.bytes / collective::size_of(operation.type);
+  job.average_over = operation.average_over;
   collective::reduce(job, collective::best_simd());
 }
 
