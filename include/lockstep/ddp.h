@@ -222,15 +222,15 @@ class LOCKSTEP_API DistributedDataParallel {
   struct LogicalState {
     int num_ranks = 0;  // logical; 0: the world has none
     std::uint64_t seed = 0;
-    int num_threads = 1;     // intra-op, of each rank
+    int num_threads = 1;        // intra-op, of each rank
     std::string platform = {};  // LibTorch's version, the instruction set, the model of the CPU
     std::int64_t steps = 0;  // synchronised backwards of the run, also those before it was resumed
     bool operator==(const LogicalState&) const = default;
   };
   // A Checkpointer saves and loads it.
   LogicalState logical_state() const;
-  // Throws: UsageError if numbers of logical ranks or threads, seeds, or platforms differ from those
-  // here (platforms: unless the variable LOCKSTEP_ANY_PLATFORM is 1).
+  // Throws: UsageError if numbers of logical ranks or threads, seeds, or platforms differ from
+  // those here (platforms: unless the variable LOCKSTEP_ANY_PLATFORM is 1).
   void check_logical_state(const LogicalState& state) const;
   void load_logical_state(const LogicalState& state);
 

@@ -238,8 +238,7 @@ void Reducer::start_exchange(Bucket& bucket) {
 // While backward runs only so much, as it is in memory twice: the rest when it is waited for. All
 // ranks decide alike, so that they start the same exchanges in the same order.
 void Reducer::post_exchange(Bucket& bucket) {
-  bucket.bytes_given =
-      static_cast<std::int64_t>(bucket.wire.nbytes() * turns_.mean().num_roots());
+  bucket.bytes_given = static_cast<std::int64_t>(bucket.wire.nbytes() * turns_.mean().num_roots());
   step_.bytes_exchanged += bucket.wire.nbytes() * turns_.mean().most_roots();
   if (step_.bytes_exchanged <= kMostExchangedBytes) start_exchange(bucket);
 }

@@ -16,8 +16,8 @@ namespace lockstep {
 namespace {
 
 // By the names that kernels for x86 and ARM have for them, of the first processor.
-constexpr std::array kFields = {"vendor_id",       "cpu family", "model",
-                                "model name",      "cache size", "CPU implementer",
+constexpr std::array kFields = {"vendor_id",        "cpu family", "model",
+                                "model name",       "cache size", "CPU implementer",
                                 "CPU architecture", "CPU part"};
 // What they do is in docs/reproducibility.md.
 constexpr std::array kVariables = {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR",
@@ -41,8 +41,8 @@ std::string cpu_model() {
 }  // namespace
 
 std::string platform() {
-  std::string all = text::format("LibTorch {}, {}, {}", TORCH_VERSION, at::get_cpu_capability(),
-                                 cpu_model());
+  std::string all =
+      text::format("LibTorch {}, {}, {}", TORCH_VERSION, at::get_cpu_capability(), cpu_model());
   const Environment environment = Environment::of_process();
   for (const char* const name : kVariables) {
     if (const auto value = environment.get(name)) all += text::format(", {}={}", name, *value);

@@ -92,16 +92,15 @@ void Reducer::throw_early_end() {
     without_data.push_back(is_logical ? player : world_.global_rank(player));
   }
   drop_step();
-  throw UsageError({.rank = world_.global_rank(),
-                    .peer = is_logical ? turns_.mean().holder_of(without_data.front())
-                                       : without_data.front(),
-                    .step = stats_.steps(),
-                    .operation = operation()},
-                   text::format("{} {} is out of data and others are not, with "
-                                "throw_on_early_termination.\nEnd the training on all ranks, or "
-                                "give them equally many batches.",
-                                is_logical ? "Logical rank" : "Rank",
-                                text::join(without_data, ", ")));
+  throw UsageError(
+      {.rank = world_.global_rank(),
+       .peer = is_logical ? turns_.mean().holder_of(without_data.front()) : without_data.front(),
+       .step = stats_.steps(),
+       .operation = operation()},
+      text::format("{} {} is out of data and others are not, with "
+                   "throw_on_early_termination.\nEnd the training on all ranks, or "
+                   "give them equally many batches.",
+                   is_logical ? "Logical rank" : "Rank", text::join(without_data, ", ")));
 }
 
 // What the engine still does to buckets is done before anybody writes there again. In main memory

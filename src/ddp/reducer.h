@@ -125,7 +125,7 @@ class Reducer {
   void enter_join(bool needs_state, const UnevenOptions& options);
   double weight_without_data() const LOCKSTEP_REQUIRES(mutex_);
   void begin_round();
-  bool finish_round();  // whether any rank had data
+  bool finish_round();     // whether any rank had data
   bool may_go_on() const;  // without data in the last round
   static bool is_followed(std::vector<Reducer*>::const_iterator one,
                           std::vector<Reducer*>::const_iterator end);
@@ -291,10 +291,10 @@ class Reducer {
   ModelWatch watch_ LOCKSTEP_GUARDED_BY(mutex_);
   std::vector<Slot> slots_ LOCKSTEP_GUARDED_BY(mutex_);
   Buckets buckets_ LOCKSTEP_GUARDED_BY(mutex_);
-  std::shared_ptr<Shards> shards_ LOCKSTEP_GUARDED_BY(mutex_);  // null: nothing is shared
-  std::shared_ptr<Slices> slices_ LOCKSTEP_GUARDED_BY(mutex_);  // the same, on devices
-  bool is_sliced_ LOCKSTEP_GUARDED_BY(mutex_) = false;          // they are there, or being made
-  bool reduces_once_ LOCKSTEP_GUARDED_BY(mutex_) = false;       // the engine writes the mean once
+  std::shared_ptr<Shards> shards_ LOCKSTEP_GUARDED_BY(mutex_);   // null: nothing is shared
+  std::shared_ptr<Slices> slices_ LOCKSTEP_GUARDED_BY(mutex_);   // the same, on devices
+  bool is_sliced_ LOCKSTEP_GUARDED_BY(mutex_) = false;           // they are there, or being made
+  bool reduces_once_ LOCKSTEP_GUARDED_BY(mutex_) = false;        // the engine writes the mean once
   std::int64_t next_long_wait_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // the step of it, for a place
   std::int64_t steps_between_long_waits_ LOCKSTEP_GUARDED_BY(mutex_) = 25;
   Turns turns_ LOCKSTEP_GUARDED_BY(mutex_);

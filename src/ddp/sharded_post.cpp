@@ -201,9 +201,9 @@ at::Tensor Reducer::flat_of(const Slot& slot, const at::Tensor& gradient) {
   return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
 }
 
-// Whether the place of a bucket can be used again. A rank that is far ahead waits for the others, so
-// that it does not pile up gradients; not for ever, as another rank may need this one first: for a
-// layer that computes over ranks, or for another model.
+// Whether the place of a bucket can be used again. A rank that is far ahead waits for the others,
+// so that it does not pile up gradients; not for ever, as another rank may need this one first: for
+// a layer that computes over ranks, or for another model.
 bool Reducer::has_place(const Bucket& bucket, Until until) {
   // On a device nobody waits: the place is used in the order of streams.
   if (!shares_gradients() || !bucket.before || is_sliced_) return true;
@@ -221,8 +221,7 @@ bool Reducer::has_place(const Bucket& bucket, Until until) {
 bool Reducer::wait_for_place(c10d::Work& before) {
   using Clock = std::chrono::steady_clock;
   const milliseconds shortest = short_wait(world_, stats_.get().backward_ms);
-  const bool is_long =
-      reduces_once_ && stats_.steps() >= next_long_wait_ && counted_.is_only_one();
+  const bool is_long = reduces_once_ && stats_.steps() >= next_long_wait_ && counted_.is_only_one();
   const milliseconds longest = is_long ? std::max(kLongWait, shortest) : shortest;
   const auto began = Clock::now();
   while (!before.isCompleted()) {
@@ -233,8 +232,8 @@ bool Reducer::wait_for_place(c10d::Work& before) {
     }
     if (waited >= shortest && is_needed_elsewhere(*world_.backend())) return false;
     try {
-      before.wait(std::min(waited < shortest ? shortest - waited : kBetweenLooks,
-                           longest - waited));
+      before.wait(
+          std::min(waited < shortest ? shortest - waited : kBetweenLooks, longest - waited));
     } catch (const std::exception&) {  // NOLINT: what it is, the wait at the end of the step tells
     }
   }
@@ -269,8 +268,8 @@ void Reducer::copy_in(Bucket& bucket) {
       keep_for_current_stream(slot.own);  // it may be another stream's, and goes now
     } else if (turns_.num_turns() > 1 && step_.factor == 1 && !options_.check_finite) {
       // In the same pass, as nothing is done to it before.
-      turns_.fold(plan.slots[i], plan.firsts[i],
-                  slot.own.narrow(0, plan.firsts[i], plan.counts[i]), place);
+      turns_.fold(plan.slots[i], plan.firsts[i], slot.own.narrow(0, plan.firsts[i], plan.counts[i]),
+                  place);
       slot.is_folded = true;
     } else if (plan.counts[i] > 0) {
       std::memcpy(place.mutable_data_ptr(),
@@ -316,8 +315,7 @@ at::Tensor Reducer::my_part(const at::Tensor& flat) const {
 
 // Collective on the host, where ranks have written parts: when it returns, all of them have.
 void Reducer::hand_out_shared() {
-  if (shards_ && (!reduces_once_ || step_.scale != 1 ||
-                  numbers_.any(StepNumbers::kLate))) {
+  if (shards_ && (!reduces_once_ || step_.scale != 1 || numbers_.any(StepNumbers::kLate))) {
     shards_->host().barrier();
   }
   std::vector<at::Tensor> gradients;

@@ -50,7 +50,7 @@ class Turns {
   void add(std::size_t slot, const at::Tensor& gradient);
   // The turn is over. Without data it counts for nothing, whatever its weight.
   void add_weight(double weight, bool has_data);
-  std::vector<int> with_data() const;  // the logical ranks of this rank that had some
+  std::vector<int> with_data() const;       // the logical ranks of this rank that had some
   void end_early() { ends_early_ = true; }  // a turn without data is to end the training
   bool ends_early() const { return ends_early_; }
   double last_weight() const;  // of the logical rank whose turn it is, when it had data
@@ -65,9 +65,9 @@ class Turns {
   }
   const std::string& problem() const { return problem_; }
 
-  // In the last turn: `place` becomes this turn's part of the slot's gradient, from `first` on, with
-  // what earlier turns have of it. What is left are the roots before the last one. Both in one run
-  // of memory; they may be the same.
+  // In the last turn: `place` becomes this turn's part of the slot's gradient, from `first` on,
+  // with what earlier turns have of it. What is left are the roots before the last one. Both in one
+  // run of memory; they may be the same.
   void fold(std::size_t slot, std::int64_t first, const at::Tensor& gradient,
             const at::Tensor& place) const;
   // The part from `first` on of root `index`, for a place like this; zeros if there is none.
@@ -114,14 +114,14 @@ class Turns {
   bool has_begun_ = false;
   std::string problem_;
   bool ends_early_ = false;
-  std::vector<Stack> stacks_;                   // by slot
-  std::vector<bool> present_;                   // by slot, in earlier turns
-  std::vector<double> weights_;                 // by turn
-  std::vector<bool> has_data_;                  // by turn
-  std::vector<double> last_weights_;            // by turn, of steps with data; not of this step
-  std::vector<at::Tensor> first_buffers_;       // as the step began
-  std::vector<at::Tensor> kept_buffers_;        // after the first turn with data
-  std::vector<Stack> buffer_stacks_;            // by buffer
+  std::vector<Stack> stacks_;              // by slot
+  std::vector<bool> present_;              // by slot, in earlier turns
+  std::vector<double> weights_;            // by turn
+  std::vector<bool> has_data_;             // by turn
+  std::vector<double> last_weights_;       // by turn, of steps with data; not of this step
+  std::vector<at::Tensor> first_buffers_;  // as the step began
+  std::vector<at::Tensor> kept_buffers_;   // after the first turn with data
+  std::vector<Stack> buffer_stacks_;       // by buffer
 };
 
 }  // namespace lockstep

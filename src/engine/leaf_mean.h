@@ -21,8 +21,9 @@
 
 namespace lockstep {
 
-// Writes a sum of subtrees in one pass: of `last` and the one before it, of that and the one before,
-// and so on. `output` may be `last`. Requires: f32 or f64 in one run of memory, equally many.
+// Writes a sum of subtrees in one pass: of `last` and the one before it, of that and the one
+// before, and so on. `output` may be `last`. Requires: f32 or f64 in one run of memory, equally
+// many.
 void add_from_right(std::span<const at::Tensor> parts, const at::Tensor& last,
                     const at::Tensor& output);
 

@@ -101,8 +101,8 @@ void TurnMean::add(int logical_rank, const at::Tensor& value, double weight) {
 
 void TurnMean::add(int logical_rank, double value, double weight) {
   const LogicalRanks mine = world_.logical_ranks();
-  if (logical_rank < mine.first || logical_rank >= mine.first + mine.count ||
-      !(weight >= 0) || std::isinf(weight)) {
+  if (logical_rank < mine.first || logical_rank >= mine.first + mine.count || !(weight >= 0) ||
+      std::isinf(weight)) {
     throw UsageError(
         {.rank = world_.global_rank(), .operation = "TurnMean"},
         text::format("A number of logical rank {} with weight {} was given; this rank plays {} to "

@@ -81,9 +81,8 @@ int num_logical_from(const JoinOptions& options, const Environment& environment,
 
 // 0 where they are the program's own affair.
 int num_threads_from(const JoinOptions& options, const Environment& environment, int num_logical) {
-  const int asked = options.threads != 0
-                        ? options.threads
-                        : environment.get_int("LOCKSTEP_THREADS", 1).value_or(0);
+  const int asked = options.threads != 0 ? options.threads
+                                         : environment.get_int("LOCKSTEP_THREADS", 1).value_or(0);
   if (asked < 0 || (options.threads != 0 && num_logical == 0)) {
     throw UsageError(
         {.operation = "join"},

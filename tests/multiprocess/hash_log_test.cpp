@@ -202,19 +202,19 @@ TEST_F(HashLogs, AFileThatCannotBeOpenedIsAnErrorOnAllRanks) {
 
 // On one rank: the limit is for memory files, too, and joining and leaving write to one.
 TEST_F(HashLogs, AWriteThatFailsIsAWarning) {
-  const auto results =
-      run_ranks(1,
-                [](int) {
-                  const World world = World::join({.logical_ranks = 8});
-                  std::signal(SIGXFSZ, SIG_IGN);
-                  rlimit limit{};
-                  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &limit), 0);
-                  const rlimit small{650 + platform().size(), limit.rlim_max};  // of an entry and a half
-                  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-                  train(world, {});
-                  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
-                },
-                {.variables = {{"LOCKSTEP_HASH_EVERY", "1"}, {"LOCKSTEP_HASH_LOG", path("log")}}});
+  const auto results = run_ranks(
+      1,
+      [](int) {
+        const World world = World::join({.logical_ranks = 8});
+        std::signal(SIGXFSZ, SIG_IGN);
+        rlimit limit{};
+        ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &limit), 0);
+        const rlimit small{650 + platform().size(), limit.rlim_max};  // of an entry and a half
+        ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+        train(world, {});
+        ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+      },
+      {.variables = {{"LOCKSTEP_HASH_EVERY", "1"}, {"LOCKSTEP_HASH_LOG", path("log")}}});
   ASSERT_TRUE(all_passed(results));
   const std::string& output = results.front().output;
   EXPECT_TRUE(has(output, "warning: cannot write hashes of the parameters to " + path("log")))

@@ -208,8 +208,8 @@ TEST_P(LogicalHosts, HaveTheBitsOfARankAlone) {
   EXPECT_TRUE(all_passed(run_ranks(
       size,
       [](int rank) {
-        const World world = World::join(
-            {.timeout = std::chrono::minutes(5), .logical_ranks = kLogicalRanks});
+        const World world =
+            World::join({.timeout = std::chrono::minutes(5), .logical_ranks = kLogicalRanks});
         EXPECT_EQ(world.backend()->getBackendName(), "hierarchical:gloo");
         const int steps = soak(kStepsInCi, 200);
         const std::string mine = hashes_of_trainings(world, {.bucket_bytes = 50'000}, steps);

@@ -118,7 +118,11 @@ TEST(ShardedPlaces, ARankThatIsAheadWaitsWhileOthersCompute_shm2) {
     const World world = World::join({.engine = "shm"});
     constexpr auto kLate = std::chrono::seconds(2);
     const auto taken = time_to_first_layer(
-        world, [&] { if (rank == 1) std::this_thread::sleep_for(kLate); }, [] {});
+        world,
+        [&] {
+          if (rank == 1) std::this_thread::sleep_for(kLate);
+        },
+        [] {});
     // It has two places: gradients of the layers before are not made before rank 1 has come.
     EXPECT_GE(taken, kLate);
   })));
@@ -130,7 +134,13 @@ TEST(ShardedPlaces, ARankThatIsAheadGoesOnWhereItIsNeeded_shm2) {
     const World world = World::join({.engine = "shm"});
     const auto sum = [&] { world.all_reduce(at::ones({3})); };
     const auto taken = time_to_first_layer(
-        world, [&] { if (rank == 1) sum(); }, [&] { if (rank == 0) sum(); });
+        world,
+        [&] {
+          if (rank == 1) sum();
+        },
+        [&] {
+          if (rank == 0) sum();
+        });
     EXPECT_LT(taken, std::chrono::seconds(20));  // it would wait for 30 s at most
   })));
 }

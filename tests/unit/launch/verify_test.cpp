@@ -21,8 +21,7 @@ using nlohmann::json;
 
 std::string header(const json& changes = {}) {
   json line = {{"format", "lockstep hashes"}, {"version", 1}, {"every", 100}, {"ranks", 2},
-               {"logical_ranks", 8},          {"seed", 42},   {"threads", 1},
-               {"platform", "AVX2"}};
+               {"logical_ranks", 8},          {"seed", 42},   {"threads", 1}, {"platform", "AVX2"}};
   line.update(changes.is_null() ? json::object() : changes);
   return line.dump() + "\n";
 }
@@ -112,8 +111,7 @@ TEST_F(Verify, AModelThatOneRunHasAloneIsAnError) {
     }
     return std::string("nothing");
   };
-  const std::string text =
-      says(header() + actor + entry(0, first_, "critic"), header() + actor);
+  const std::string text = says(header() + actor + entry(0, first_, "critic"), header() + actor);
   EXPECT_TRUE(has(text, "different models (DdpOptions::name): 'actor', 'critic' and 'actor'"))
       << text;
 }
