@@ -6,7 +6,6 @@
 #include <filesystem>
 #include <iterator>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -14,17 +13,14 @@
 #include <vector>
 
 #include "archive/folder.h"
-#include "base/json.h"
 #include "base/printable.h"
 #include "base/text.h"
+#include "launch/run_log.h"
 
 namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-
-// Of a model with a million tensors. More is not a log.
-constexpr std::size_t kMaxLineBytes = 256 << 20;
 
 [[noreturn]] void refuse(const std::string& message) {
   throw UsageError({.operation = "verify"}, message);
@@ -102,142 +98,6 @@ std::vector<std::int64_t> match_steps(const std::string& left, const std::set<st
   }
   return common;
 }
-
-// A log of hashes. Only where each entry is stands in memory: logs of long runs are large.
-class RunLog {
- public:
-  struct Entry {
-    std::string hash = {};
-    std::uint64_t begin = 0;  // in the file
-    std::uint64_t bytes = 0;
-  };
-  using Key = std::pair<std::int64_t, std::string>;  // the step and the model
-  using Tensors = std::map<std::string, std::string>;
-
-  explicit RunLog(const std::string& path) : file_(path) {
-    std::string line;
-    std::uint64_t begin = 0;
-    file_.for_each_piece([&](std::string_view piece) {
-      while (!piece.empty()) {
-        const std::size_t end = piece.find('\n');
-        line += piece.substr(0, end);
-        if (line.size() > kMaxLineBytes) refuse_line("is too long");
-        if (end == std::string_view::npos) return;
-        take(line, begin);
-        begin += line.size() + 1;
-        line.clear();
-        piece.remove_prefix(end + 1);
-      }
-    });
-    if (!line.empty()) take(line, begin);
-    if (bad_line_ != 0 && !line.empty()) {  // it has no end
-      notes_.push_back(
-          text::format("{}: the last line is incomplete and was ignored: the run was "
-                       "killed, or found no room",
-                       printable(path)));
-    } else if (bad_line_ != 0) {
-      refuse_line("is not as lockstep writes it", bad_line_);
-    }
-    if (settings_.empty()) refuse_kind();
-  }
-
-  const std::string& path() const { return file_.path(); }
-  const std::map<Key, Entry>& entries() const { return entries_; }
-  // What the headers say, by name. A run that was resumed has several.
-  const std::map<std::string, std::set<std::string>>& settings() const { return settings_; }
-  const std::vector<std::string>& notes() const { return notes_; }
-  const std::set<std::int64_t>& twice() const { return twice_; }  // with different hashes
-  std::set<std::string> models() const {
-    std::set<std::string> all;
-    for (const auto& [key, entry] : entries_) all.insert(key.second);
-    return all;
-  }
-  std::set<std::int64_t> steps() const {
-    std::set<std::int64_t> all;
-    for (const auto& [key, entry] : entries_) all.insert(key.first);
-    return all;
-  }
-
-  Tensors tensors(const Entry& entry) const {
-    return Json::parse(file_.read(entry.begin, entry.bytes)).at("tensors").get<Tensors>();
-  }
-
- private:
-  [[noreturn]] void refuse_line(const std::string& problem, std::size_t number = 0) const {
-    refuse(text::format("{}, line {} {}.\nTake another copy of it.", path(),
-                        number == 0 ? num_lines_ + 1 : number, problem));
-  }
-  [[noreturn]] void refuse_kind() const {
-    refuse(
-        text::format("{} is not a log of hashes.\nGive two files of lockstep run --hash-every, "
-                     "or two checkpoints. (lockstep inspect --diff compares .safetensors "
-                     "files.)",
-                     path()));
-  }
-
-  void take(const std::string& line, std::uint64_t begin) {
-    ++num_lines_;
-    Json json;
-    try {
-      json = parse_json(line, path());
-    } catch (const Error&) {
-      if (num_lines_ == 1) refuse_kind();
-      if (bad_line_ != 0) refuse_line("is not as lockstep writes it", bad_line_);
-      bad_line_ = num_lines_;
-      return;
-    }
-    try {
-      if (json.contains("format")) return take_header(json);
-      if (num_lines_ == 1) refuse_kind();
-      if (bad_line_ != 0) refuse_line("is not as lockstep writes it", bad_line_);
-      const Key key(json.at("step").get<std::int64_t>(), json.at("model").get<std::string>());
-      Entry entry{json.at("hash").get<std::string>(), begin, line.size()};
-      (void)json.at("tensors").get<Tensors>();
-      const auto [place, is_new] = entries_.try_emplace(key, entry);
-      if (!is_new && place->second.hash != entry.hash) twice_.insert(key.first);
-      place->second = std::move(entry);
-    } catch (const Json::exception&) {
-      refuse_line("is not as lockstep writes it", num_lines_);
-    }
-  }
-
-  // A process that goes on in a file begins with one: a line before it that has no end is that of a
-  // process which was killed.
-  void take_header(const Json& json) {
-    if (json.at("format") != "lockstep hashes") refuse_kind();
-    if (const int version = json.at("version"); version != 1) {
-      refuse(text::format("{} has version {}, this lockstep knows 1.\nUse a newer lockstep.",
-                          path(), version));
-    }
-    if (bad_line_ != 0) {
-      notes_.push_back(
-          text::format("{}: line {} is incomplete and was ignored: the run was killed "
-                       "there, or found no room, and then resumed",
-                       printable(path()), bad_line_));
-      bad_line_ = 0;
-    }
-    const auto note = [&](const std::string& name, const char* key) {
-      const auto number = json.at(key).get<std::uint64_t>();
-      settings_[name].insert(std::to_string(number));
-      return number;
-    };
-    note("the seed", "seed");
-    note("the number of threads", "threads");
-    settings_["the platform"].insert(printable(json.at("platform").get<std::string>()));
-    // With logical ranks the result does not depend on that of ranks.
-    if (note("the number of logical ranks", "logical_ranks") == 0) {
-      note("the number of ranks", "ranks");
-    }
-  }
-
-  FileReader file_;
-  std::map<Key, Entry> entries_;
-  std::map<std::string, std::set<std::string>> settings_;
-  std::vector<std::string> notes_;
-  std::set<std::int64_t> twice_;
-  std::size_t num_lines_ = 0;
-  std::size_t bad_line_ = 0;  // one that may be half of one; 0: none
-};
 
 std::string where_logs_differ(const RunLog::Tensors& mine, const RunLog::Tensors& theirs) {
   std::set<std::string> names;

@@ -180,7 +180,7 @@ TEST_F(HashLogs, AFileThatCannotBeOpenedIsAnErrorOnAllRanks) {
                                     std::pair(other, "is not a log of hashes")}) {
       const auto results =
           run_ranks(ranks,
-                    [&](int) {
+                    [&, &part = part, &log = log](int) {
                       const World world = World::join();
                       Mlp model;
                       try {

@@ -7,9 +7,8 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 
+#include "support/doc_snippets.h"
 #include "support/run_ranks.h"
 
 namespace lockstep::test::docs {
@@ -109,37 +108,9 @@ TEST(DataDocs, SnippetsWork) {
   })));
 }
 
-// Lines without their indentation.
-std::string lines_of(std::istream& text) {
-  std::string all;
-  for (std::string line; std::getline(text, line);) {
-    const auto first = line.find_first_not_of(' ');
-    if (first != std::string::npos) all += line.substr(first) + "\n";
-  }
-  return all;
-}
-
 TEST(DataDocs, SnippetsAreThoseOfThisFile) {
-  std::ifstream source(LOCKSTEP_GOLDEN_DIR "/../unit/data/data_docs_test.cpp");
-  const std::string code = lines_of(source);
-  std::ifstream page(LOCKSTEP_GOLDEN_DIR "/../../docs/data.md");
-  int count = 0;
-  std::stringstream block;
-  bool is_inside = false;
-  for (std::string line; std::getline(page, line);) {
-    if (line.starts_with("```")) {
-      if (is_inside) {
-        const std::string snippet = lines_of(block);
-        EXPECT_NE(code.find(snippet), std::string::npos) << snippet;
-        ++count;
-      }
-      is_inside = line == "```cpp";
-      block = std::stringstream();
-    } else if (is_inside) {
-      block << line << "\n";
-    }
-  }
-  EXPECT_EQ(count, 5);
+  expect_snippets(LOCKSTEP_GOLDEN_DIR "/../../docs/data.md",
+                  LOCKSTEP_GOLDEN_DIR "/../unit/data/data_docs_test.cpp", 5);
 }
 
 }  // namespace
