@@ -140,7 +140,7 @@ TEST(Launch, RanksKnowWhereHashesGo) {
 TEST(Launch, RunsThatCannotBeComparedAreExitCode2) {
   const std::string log = testing::TempDir() + "a-log.jsonl";
   std::ofstream(log) << R"({"format":"lockstep hashes","version":1,"every":1,"ranks":1,)"
-                     << R"("logical_ranks":0,"seed":1,"threads":1})"
+                     << R"("logical_ranks":0,"seed":1,"threads":1,"platform":""})"
                         "\n"
                      << R"({"step":0,"model":"","hash":"00","tensors":{"w":"00"}})"
                         "\n";

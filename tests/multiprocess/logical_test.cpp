@@ -182,7 +182,7 @@ TEST_P(LogicalLayouts, HaveTheBitsOfARankAlone) {
           EXPECT_EQ(mine, expected.substr(0, mine.size()));
           EXPECT_TRUE(has(mine, "gpt")) << mine;
         },
-        std::chrono::minutes(5))));
+        std::chrono::minutes(soak(1, 15)))));
   });
 }
 
@@ -195,6 +195,8 @@ TEST_P(LogicalHosts, HaveTheBitsOfARankAlone) {
   if (const std::string reason = NetHosts::why_not(); !reason.empty()) GTEST_SKIP() << reason;
   const NetHosts hosts(static_cast<int>(GetParam().size()));
   const int size = std::accumulate(GetParam().begin(), GetParam().end(), 0);
+  RankOptions options = on_network(hosts, GetParam());
+  options.deadline = std::chrono::minutes(soak(1, 15));
   EXPECT_TRUE(all_passed(run_ranks(
       size,
       [](int rank) {
@@ -207,7 +209,7 @@ TEST_P(LogicalHosts, HaveTheBitsOfARankAlone) {
           EXPECT_EQ(mine, hashes_of_trainings(alone(kLogicalRanks), {}, steps));
         }
       },
-      on_network(hosts, GetParam()))));
+      options)));
 }
 
 // Also those that are no power of two.

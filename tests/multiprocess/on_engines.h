@@ -71,6 +71,7 @@ inline bool can_lose_ranks(const OnEngine& row) { return !row.is_mpi(); }  // mp
 inline RankResults run_on(const OnEngine& row, const std::function<void(const World&)>& body,
                           std::chrono::milliseconds timeout = std::chrono::seconds(40)) {
   RankOptions options = row.is_mpi() ? mpirun(row.size()) : RankOptions{};
+  options.deadline = std::max(options.deadline, timeout);
   return run_ranks(
       row.size(),
       [&](int rank) {
