@@ -71,7 +71,8 @@ inline bool can_lose_ranks(const OnEngine& row) { return !row.is_mpi(); }  // mp
 inline RankResults run_on(const OnEngine& row, const std::function<void(const World&)>& body,
                           std::chrono::milliseconds timeout = std::chrono::seconds(40)) {
   RankOptions options = row.is_mpi() ? mpirun(row.size()) : RankOptions{};
-  options.deadline = std::max(options.deadline, timeout);
+  const std::chrono::milliseconds in_soak = std::chrono::minutes(soak(0, 15));
+  options.deadline = std::max({options.deadline, timeout, in_soak});
   return run_ranks(
       row.size(),
       [&](int rank) {
