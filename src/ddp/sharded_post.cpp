@@ -217,7 +217,7 @@ bool Reducer::has_place(const Bucket& bucket, Until until) {
 
 // While the others compute, they need nothing of this rank. Those that wait in another engine are
 // seen on the board; other models of this process may wait for their places in the same way, which
-// is not. After a long wait that was in vain, the next is tried some steps later, and ever later.
+// is not. A long wait that times out disables long waits for 100 steps, the next one for 400, ...
 bool Reducer::wait_for_place(c10d::Work& before) {
   using Clock = std::chrono::steady_clock;
   const milliseconds shortest = short_wait(world_, stats_.get().backward_ms);
