@@ -18,6 +18,22 @@ bool sums_in_tree(c10d::Backend& engine) {
   return ours != nullptr && ours->sums_in_tree();
 }
 
+// In one pass, as `merges` says (collective/leaves.h).
+void add_subtrees(const std::vector<const void*>& inputs, const std::vector<std::uint8_t>& merges,
+                  collective::Reduction reduction, int average_over, const at::Tensor& output) {
+  void* const outputs[] = {output.mutable_data_ptr()};
+  collective::reduce({.type = operation_of(collective::Kind::kAllReduce, output).type,
+                      .reduction = reduction,
+                      .num_inputs = static_cast<int>(inputs.size()),
+                      .inputs = inputs.data(),
+                      .num_outputs = 1,
+                      .outputs = outputs,
+                      .count = static_cast<std::size_t>(output.numel()),
+                      .average_over = average_over,
+                      .merges = merges.data()},
+                     collective::best_simd());
+}
+
 }  // namespace
 
 void add_from_right(std::span<const at::Tensor> parts, const at::Tensor& last,
@@ -27,16 +43,7 @@ void add_from_right(std::span<const at::Tensor> parts, const at::Tensor& last,
   inputs.push_back(last.const_data_ptr());
   std::vector<std::uint8_t> merges(inputs.size());
   merges.back() = static_cast<std::uint8_t>(parts.size());
-  void* const outputs[] = {output.mutable_data_ptr()};
-  collective::reduce({.type = operation_of(collective::Kind::kAllReduce, output).type,
-                      .reduction = collective::Reduction::kSum,
-                      .num_inputs = static_cast<int>(inputs.size()),
-                      .inputs = inputs.data(),
-                      .num_outputs = 1,
-                      .outputs = outputs,
-                      .count = static_cast<std::size_t>(output.numel()),
-                      .merges = merges.data()},
-                     collective::best_simd());
+  add_subtrees(inputs, merges, collective::Reduction::kSum, 0, output);
 }
 
 LeafMean::LeafMean(c10::intrusive_ptr<c10d::Backend> engine, int num_leaves)
@@ -119,17 +126,7 @@ void LeafMean::Exchange::start_second_half() {
         taken_.narrow(0, static_cast<std::int64_t>(i) * slice_, slice_).const_data_ptr());
   }
   at::Tensor mean = at::empty({slice_}, output_.options());
-  void* const outputs[] = {mean.mutable_data_ptr()};
-  collective::reduce({.type = operation_of(collective::Kind::kAllReduce, mean).type,
-                      .reduction = collective::Reduction::kAverage,
-                      .num_inputs = static_cast<int>(inputs.size()),
-                      .inputs = inputs.data(),
-                      .num_outputs = 1,
-                      .outputs = outputs,
-                      .count = static_cast<std::size_t>(slice_),
-                      .average_over = mean_.num_leaves_,
-                      .merges = mean_.merges_.data()},
-                     collective::best_simd());
+  add_subtrees(inputs, mean_.merges_, collective::Reduction::kAverage, mean_.num_leaves_, mean);
   taken_ = mean;
   means_ = mean;
   if (mean_.engine_->getSize() == 1) return;
