@@ -14,8 +14,8 @@ if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args cbor connection coordinator cores doctor door event_loop gpus guard hello host inspect
-        key_value output remote_leader run run_log tls verify writer)
+foreach(source args cbor connection coordinator cores doctor door elastic event_loop gpus guard hello host inspect
+        key_value output remote_leader roster run run_log tls verify writer)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)

@@ -140,6 +140,7 @@ class LOCKSTEP_API Checkpointer {
   bool must_stop() const;
 
  private:
+  friend class Elastic;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -279,6 +279,9 @@ class LOCKSTEP_API DistributedDataParallel {
   friend LOCKSTEP_API void join(const std::vector<DistributedDataParallel*>& models,
                                 const std::function<void()>& step, const UnevenOptions& options);
 
+  // Of an elastic job: in the next generation there is another reducer.
+  friend class Elastic;
+
   std::function<std::unique_ptr<Reducer, ReducerDeleter>()> make_;
   std::unique_ptr<Reducer, ReducerDeleter> reducer_;
 };

@@ -47,6 +47,8 @@ class LOCKSTEP_API LoaderBase {
   // Throws: UsageError if it is of another kind of loader, or, in the middle of an epoch of
   // records, of other shards, or of another number of ranks with ShardBy::kShard.
   void load_state(const SamplerState& state);
+  // As DistributedSampler::move_to(). Throws: UsageError of a loader without such a sampler.
+  void move_to(const World& world, const SamplerState& state);
   // Time that next() has waited for batches in this epoch.
   double waiting_ms() const;
 

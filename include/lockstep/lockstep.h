@@ -8,6 +8,7 @@
 #include <lockstep/comm_hook.h>
 #include <lockstep/data.h>
 #include <lockstep/ddp.h>
+#include <lockstep/elastic.h>
 #include <lockstep/error.h>
 #include <lockstep/functional.h>
 #include <lockstep/metrics.h>

@@ -97,6 +97,9 @@ class LOCKSTEP_API DistributedSampler : public torch::data::samplers::Sampler<> 
   SamplerState state(std::optional<std::size_t> used = std::nullopt) const;
   // Throws: UsageError if it is of another kind, or has used more samples than there are.
   void load_state(const SamplerState& state);
+  // After the ranks of the world have changed (lockstep/elastic.h): what is left of the epoch at
+  // `state` is dealt out anew. Requires: logical ranks, as many as before.
+  void move_to(const World& world, const SamplerState& state);
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -29,6 +29,9 @@ namespace lockstep {
 using c10d::ReduceOp;
 
 struct StartedWork;  // src/world/pending.h
+class Membership;    // src/world/membership.h
+struct NextGeneration;
+struct Placement;  // src/world/environment.h
 
 struct JoinOptions {
   // An engine's name, or "auto". The variable LOCKSTEP_ENGINE replaces "auto".
@@ -92,6 +95,11 @@ class LOCKSTEP_API World {
   void set_seed(std::uint64_t seed) const;
   const std::string& host() const;
   const std::vector<Member>& members() const;  // by rank
+  // In an elastic job (lockstep/elastic.h): how often its ranks have changed.
+  int generation() const;
+  // This process replaces a lost rank of an elastic job, and the others have not taken it in yet: it
+  // is alone until Elastic::run().
+  bool is_waiting() const;
 
   // Where this rank computes. "auto": the GPU of this rank if every rank of this world sees GPUs of
   // one kind and the engine moves tensors on them, else the CPU; or a name as LibTorch has it:
@@ -197,7 +205,16 @@ class LOCKSTEP_API World {
  private:
   struct State;
   struct Derived;
-  explicit World(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+  explicit World(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  static std::shared_ptr<State> join_as(const JoinOptions& options, const Placement& placement);
+  static std::shared_ptr<State> wait_as_newcomer(const JoinOptions& options,
+                                                 const Placement& placement);
+
+  // Of an elastic job: all copies of this handle are in the next generation, with other ranks and
+  // another engine. Worlds made of it (duplicate, split) stay behind.
+  friend class Elastic;
+  const std::shared_ptr<Membership>& membership() const;
+  void move_to(const NextGeneration& next) const;
 
   World derive(Derived part) const;
   std::string label_of() const;
@@ -224,7 +241,7 @@ class LOCKSTEP_API World {
   // Brings rank 0's answer to all ranks. On rank 0 `answer` is used; `failure` is what f threw.
   std::string share_from_rank0(std::string answer, std::exception_ptr failure) const;
 
-  std::shared_ptr<const State> state_;
+  std::shared_ptr<State> state_;
 };
 
 namespace detail {

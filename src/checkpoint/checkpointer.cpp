@@ -43,6 +43,24 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
                      text::format("keep_last is {}, keep_every is {}.\nGive 0 or more.",
                                   options.keep_last, options.keep_every));
   }
+  parts.push_back(random_part(world));
+  if (!world.is_waiting()) settle();  // a newcomer to an elastic job leaves the folder alone
+}
+
+void Checkpointer::Impl::settle_if_changed() {
+  if (settled_in == world.generation() && !group.empty()) return;
+  if (world.is_waiting()) {
+    throw UsageError({.rank = world.global_rank(), .operation = "Checkpointer"},
+                     "This process replaces a lost rank, and the others have not taken it in yet.\n"
+                     "Save inside Elastic::run().");
+  }
+  settle();
+}
+
+// After the ranks have changed, another may be the leader.
+void Checkpointer::Impl::settle() {
+  folder.reset();
+  group.clear();
   const PurposeScope purpose(Purpose::kCheckpointer);
   const ErrorPlace place{.rank = world.global_rank(), .operation = "Checkpointer"};
   // Ranks that see each other's probes see the same folder.
@@ -81,7 +99,7 @@ Checkpointer::Impl::Impl(const std::string& its_folder, World its_world,
   for (const std::string& text : exchange_texts(world, std::to_string(newest))) {
     next_number = std::max<std::int64_t>(next_number, std::stoll(text) + 1);
   }
-  parts.push_back(random_part(world));
+  settled_in = world.generation();
 }
 
 Checkpointer::Impl::~Impl() {
@@ -179,7 +197,11 @@ Checkpointer& Checkpointer::add(DistributedSampler& sampler, const std::string& 
   add_part(impl_->parts,
            part_of([&sampler, used = std::move(
                                   used)] { return used ? sampler.state(used()) : sampler.state(); },
-                   [&sampler](const SamplerState& state) { sampler.load_state(state); }, name),
+                   [&sampler](const SamplerState& state) { sampler.load_state(state); },
+                   [&sampler](const SamplerState& state, const World& world) {
+                     sampler.move_to(world, state);
+                   },
+                   name),
            impl_->world.global_rank());
   return *this;
 }

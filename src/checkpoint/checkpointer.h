@@ -30,6 +30,10 @@ struct Checkpointer::Impl {
   Impl(const std::string& folder, World its_world, const CheckpointOptions& its_options);
   ~Impl();
 
+  // Who writes what. Collective.
+  void settle();
+  void settle_if_changed();
+
   bool is_leader() const { return group.front() == world.rank(); }
   bool is_on_one_host() const;
   void watch_signals();
@@ -69,9 +73,12 @@ struct Checkpointer::Impl {
   World world;
   CheckpointOptions options;
   std::string path;
+  int uncaught = std::uncaught_exceptions();
+
+  // Constant as long as the ranks are the same.
   std::vector<int> group;                    // ranks, ascending
   std::unique_ptr<CheckpointFolder> folder;  // the leader's
-  int uncaught = std::uncaught_exceptions();
+  int settled_in = -1;                       // the generation that they are of
 
   std::vector<Part> parts;
   std::vector<DistributedDataParallel*> ddps;

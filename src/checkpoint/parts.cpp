@@ -101,41 +101,56 @@ Part part_of(const std::shared_ptr<torch::nn::Module>& model, const std::string&
 }
 
 Part part_of(optim::Schedule& schedule, const std::string& name) {
+  using State = optim::Schedule::State;
+  const auto now = [&schedule] { return schedule.state(); };
+  const auto to_json = [](const State& state) {
+    return Json{{"steps", state.steps}, {"base_lrs", state.base_lrs}};
+  };
+  const auto from_json = [](const Json& values) -> State {
+    return {.steps = values.at("steps"),
+            .base_lrs = values.at("base_lrs").get<std::vector<double>>()};
+  };
   return {.name = name,
           .has_values = true,
-          .save =
-              [&schedule, name](Snapshot& snapshot) {
-                const auto state = schedule.state();
-                snapshot.values[name] = {{"steps", state.steps}, {"base_lrs", state.base_lrs}};
-              },
+          .save = [now, to_json,
+                   name](Snapshot& snapshot) { snapshot.values[name] = to_json(now()); },
           .load =
-              [&schedule](const Json& values) {
-                const optim::Schedule::State state{
-                    .steps = values.at("steps"),
-                    .base_lrs = values.at("base_lrs").get<std::vector<double>>()};
+              [&schedule, from_json](const Json& values) {
+                const State state = from_json(values);
                 schedule.check_state(state);
                 return Wish{.finish = [&schedule, state] { schedule.load_state(state); }};
-              }};
+              },
+          .marks = marks_of<State>(
+              now, to_json, from_json,
+              [&schedule](const State& state, const World&) { schedule.load_state(state); })};
 }
 
 Part part_of(GradScaler& scaler, const std::string& name) {
+  using State = GradScaler::State;
+  const auto now = [&scaler] { return scaler.state(); };
+  const auto to_json = [](const State& state) {
+    return Json{{"scale", state.scale},
+                {"good_steps", state.good_steps},
+                {"skipped", state.skipped}};
+  };
+  const auto from_json = [](const Json& values) -> State {
+    return {.scale = values.at("scale"),
+            .good_steps = values.at("good_steps"),
+            .skipped = values.at("skipped")};
+  };
   return {.name = name,
           .has_values = true,
-          .save =
-              [&scaler, name](Snapshot& snapshot) {
-                const auto state = scaler.state();
-                snapshot.values[name] = {{"scale", state.scale},
-                                         {"good_steps", state.good_steps},
-                                         {"skipped", state.skipped}};
-              },
+          .save = [now, to_json,
+                   name](Snapshot& snapshot) { snapshot.values[name] = to_json(now()); },
           .load =
-              [&scaler](const Json& values) {
-                const GradScaler::State state{.scale = values.at("scale"),
-                                              .good_steps = values.at("good_steps"),
-                                              .skipped = values.at("skipped")};
+              [&scaler, from_json](const Json& values) {
+                const State state = from_json(values);
                 scaler.check_state(state);
                 return Wish{.finish = [&scaler, state] { scaler.load_state(state); }};
-              }};
+              },
+          .marks = marks_of<State>(
+              now, to_json, from_json,
+              [&scaler](const State& state, const World&) { scaler.load_state(state); })};
 }
 
 Part part_of(DistributedDataParallel& ddp, const std::string& name) {
@@ -160,7 +175,8 @@ Part part_of(DistributedDataParallel& ddp, const std::string& name) {
                     .steps = values.at("steps")};
                 ddp.check_logical_state(state);
                 return Wish{.finish = [&ddp, state] { ddp.load_logical_state(state); }};
-              }};
+              },
+          .travels = false};  // Elastic counts steps itself
 }
 
 Part part_of(WeightAverage& average, const std::string& name) {
@@ -231,6 +247,10 @@ void refuse_large(std::size_t bytes) {
 
 Part part_of(const std::string& name, std::function<std::string()> save,
              std::function<void(const std::string&)> load) {
+  Marks marks = marks_of<std::string>(
+      save, [](const std::string& text) { return Json(text); },
+      [](const Json& values) { return values.get<std::string>(); },
+      [load](const std::string& text, const World&) { load(text); });
   return {.name = name,
           .has_values = true,
           .save =
@@ -250,7 +270,8 @@ Part part_of(const std::string& name, std::function<std::string()> save,
           .load =
               [load = std::move(load)](const Json& values) {
                 return Wish{.finish = [load, text = values.get<std::string>()] { load(text); }};
-              }};
+              },
+          .marks = std::move(marks)};
 }
 
 Part random_part(const World& world) {
@@ -269,7 +290,7 @@ Part random_part(const World& world) {
             }
           },
       .load =
-          [generators, rank = world.rank(), global_rank = world.global_rank()](const Json& values) {
+          [generators, world](const Json& values) {
             Wish wish;
             for (const auto& [name, value] : values.items()) {
               const auto sizes = value.get<std::vector<std::int64_t>>();
@@ -281,7 +302,8 @@ Part random_part(const World& world) {
                                  text::join(sizes, ", ")));
               }
             }
-            wish.finish = [tensors = wish.tensors, generators, rank, global_rank] {
+            wish.finish = [tensors = wish.tensors, generators, rank = world.rank(),
+                           global_rank = world.global_rank()] {
               for (const auto& [name, generator] : generators) {
                 for (const NamedTensor& one : tensors) {
                   if (one.name == name) set_state(generator, one.tensor, rank, global_rank);
@@ -289,7 +311,8 @@ Part random_part(const World& world) {
               }
             };
             return wish;
-          }};
+          },
+      .travels = false};
 }
 
 }  // namespace lockstep

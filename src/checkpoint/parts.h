@@ -63,12 +63,36 @@ struct Wish {
   std::vector<std::string> differences = {};  // a line each; what differs is not wished for
 };
 
+// What changes in the middle of a step: Elastic goes back to it if the step is done again. Cheap:
+// mark() is called after every step.
+struct Marks {
+  std::function<void()> mark = {};  // null: the part has none
+  std::function<Json()> get = {};   // the mark, for a rank that is behind
+  std::function<void(const Json&)> set = {};
+  std::function<void(const World&)> rewind = {};  // to the mark; the world may have other ranks now
+};
+
+// Marks of a state that can be asked for and loaded.
+template <typename State>
+Marks marks_of(std::function<State()> now, std::function<Json(const State&)> to_json,
+               std::function<State(const Json&)> from_json,
+               std::function<void(const State&, const World&)> load) {
+  const auto kept = std::make_shared<State>();
+  return {.mark = [kept, now] { *kept = now(); },
+          .get = [kept, to_json] { return to_json(*kept); },
+          .set = [kept, from_json](const Json& values) { *kept = from_json(values); },
+          .rewind = [kept, load](const World& world) { load(*kept, world); }};
+}
+
 struct Part {
   std::string name;
   bool has_values = false;
   bool is_collective = false;  // save() is, and throws on all ranks or on none
   std::function<void(Snapshot& snapshot)> save;
   std::function<Wish(const Json& values)> load;  // throws Json::exception, UsageError
+  Marks marks = {};
+  // Elastic gives it to ranks that are behind. Not what each rank has of its own.
+  bool travels = true;
 };
 
 Part part_of(std::function<std::vector<NamedTensor>()> tensors, const std::string& name);
@@ -81,8 +105,10 @@ Part part_of(DistributedDataParallel& ddp, const std::string& name);
 Part part_of(WeightAverage& average, const std::string& name);
 Part part_of(PeriodicAverager& averager, const std::string& name);
 Part part_of(HierarchicalAverager& averager, const std::string& name);
+// `move`: to a world whose ranks have changed.
 Part part_of(std::function<SamplerState()> state,
-             std::function<void(const SamplerState&)> load_state, const std::string& name);
+             std::function<void(const SamplerState&)> load_state,
+             std::function<void(const SamplerState&, const World&)> move, const std::string& name);
 // Ranks whose shards differ are at different places.
 Part part_of(LoaderBase& loader, const World& world, const std::string& name);
 Part part_of(const std::string& name, std::function<std::string()> save,

@@ -113,8 +113,12 @@ Part per_rank_part(const World& world, const std::string& name, std::function<st
     };
     return {.tensors = {{tensor_name, bytes}}, .finish_own = finish_own};
   };
-  return {
-      .name = name, .has_values = true, .is_collective = true, .save = save_all, .load = load_all};
+  return {.name = name,
+          .has_values = true,
+          .is_collective = true,
+          .save = save_all,
+          .load = load_all,
+          .travels = false};
 }
 
 }  // namespace lockstep

@@ -96,7 +96,8 @@ void try_states(const std::function<SamplerState()>& state,
 }  // namespace
 
 Part part_of(std::function<SamplerState()> state,
-             std::function<void(const SamplerState&)> load_state, const std::string& name) {
+             std::function<void(const SamplerState&)> load_state,
+             std::function<void(const SamplerState&, const World&)> move, const std::string& name) {
   return {.name = name,
           .has_values = true,
           .save = [state, name](Snapshot& snapshot) { snapshot.values[name] = to_json(state()); },
@@ -107,7 +108,8 @@ Part part_of(std::function<SamplerState()> state,
                   try_states(state, load_state, {then});
                   return {.finish = [load_state, then] { load_state(then); }};
                 });
-              }};
+              },
+          .marks = marks_of<SamplerState>(state, to_json, state_from, std::move(move))};
 }
 
 Part part_of(LoaderBase& loader, const World& world, const std::string& name) {
@@ -155,8 +157,14 @@ Part part_of(LoaderBase& loader, const World& world, const std::string& name) {
   const auto load_all = [try_all, name](const Json& values) {
     return or_difference(name, [&] { return try_all(values); });
   };
-  return {
-      .name = name, .has_values = true, .is_collective = true, .save = save_all, .load = load_all};
+  return {.name = name,
+          .has_values = true,
+          .is_collective = true,
+          .save = save_all,
+          .load = load_all,
+          .marks = marks_of<SamplerState>(
+              state, to_json, state_from,
+              [&loader](const SamplerState& its, const World& now) { loader.move_to(now, its); })};
 }
 
 }  // namespace lockstep

@@ -147,6 +147,7 @@ void Checkpointer::Impl::gather_slices(Snapshot& snapshot) const {
 
 // Every rank comes to the exchange, whatever has happened to it, so that all throw or none does.
 Checkpointer::Impl::Saving Checkpointer::Impl::begin(std::int64_t step) {
+  settle_if_changed();
   check_same_parts("save");
   Saving saving{.name = {.number = next_number, .step = step}};
   Snapshot snapshot;

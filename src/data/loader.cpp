@@ -333,6 +333,17 @@ void LoaderBase::load_state(const SamplerState& state) {
   impl_->preparer.reset();
 }
 
+void LoaderBase::move_to(const World& world, const SamplerState& state) {
+  auto* const sampler = std::get_if<DistributedSampler>(&impl_->sampler);
+  if (sampler == nullptr) {
+    refuse_loader(
+        "The ranks have changed, and the loader has no DistributedSampler, which can deal out its "
+        "samples anew.\nUse one, or leave the loader out of the Checkpointer.");
+  }
+  impl_->preparer.reset();
+  sampler->move_to(world, state);
+}
+
 double LoaderBase::waiting_ms() const { return impl_->waited_ms; }
 
 }  // namespace lockstep

@@ -47,9 +47,9 @@ struct DistributedSampler::State {
         is_whole(are_whole),
         order(its.order) {}
 
+  LogicalRanks ranks;   // whose samples these are, in turns; changed by move_to() alone
+  int global_rank = 0;  // what errors call it; the same
   // Constant after construction.
-  LogicalRanks ranks;   // whose samples these are, in turns
-  int global_rank = 0;  // what errors call it
   std::int64_t num_ranks = 1;
   SamplerOptions options;  // without the lengths, which copies share
   std::shared_ptr<const std::vector<std::int64_t>> lengths;
@@ -309,6 +309,19 @@ SamplerState DistributedSampler::state(std::optional<std::size_t> used) const {
 
 void DistributedSampler::load_state(const SamplerState& state) {
   const MutexLock lock(state_->mutex);
+  state_->load(state);
+}
+
+void DistributedSampler::move_to(const World& world, const SamplerState& state) {
+  const MutexLock lock(state_->mutex);
+  if (world.logical_size() != state_->num_ranks) {
+    throw UsageError({.rank = world.global_rank(), .operation = "DistributedSampler"},
+                     text::format("The sampler deals out to {} logical ranks, the world has {}.\n"
+                                  "Make the sampler with the world.",
+                                  state_->num_ranks, world.logical_size()));
+  }
+  state_->ranks = world.logical_ranks();
+  state_->global_rank = world.global_rank();
   state_->load(state);
 }
 

@@ -203,17 +203,63 @@ bool Reducer::must_stop() const {
 }
 
 void Reducer::take_settings_from(Reducer& before) {
+  take(before.settings());
   const MutexLock lock(mutex_);
   const MutexLock other(before.mutex_);
-  accumulate_ = before.accumulate_;
   first_step_ = before.first_step_ + before.stats_.steps();
-  is_asked_to_stop_ = before.is_asked_to_stop_;
   must_stop_ = before.must_stop_;
-  epoch_ = before.epoch_;  // what hooks have kept is of another layout
+}
+
+Reducer::Settings Reducer::settings() const {
+  const MutexLock lock(mutex_);
+  return {.accumulate = accumulate_,
+          .is_asked_to_stop = is_asked_to_stop_,
+          .is_asked_to_reform = is_asked_to_reform_,
+          .epoch = epoch_,
+          .is_torn = shards_ && shards_->is_torn()};
+}
+
+void Reducer::take(const Settings& settings) {
+  const MutexLock lock(mutex_);
+  accumulate_ = settings.accumulate;
+  is_asked_to_stop_ = settings.is_asked_to_stop;
+  is_asked_to_reform_ = settings.is_asked_to_reform;
+  epoch_ = settings.epoch;  // what hooks have kept is of another layout
   // Parameters that were moved out of memory that is torn are torn all the same.
-  if (!before.shards_ || !before.shards_->is_torn()) return;
+  if (!settings.is_torn) return;
   if (!shards_) Shards::throw_torn(world_.global_rank());  // as they are, too few to be shared
   shards_->set_torn(true);
+}
+
+std::int64_t Reducer::num_steps() const {
+  const MutexLock lock(mutex_);
+  return first_step_ + stats_.steps();
+}
+
+void Reducer::set_num_steps(std::int64_t steps) {
+  const MutexLock lock(mutex_);
+  first_step_ = steps - stats_.steps();
+}
+
+void Reducer::reform_when(std::function<bool()> is_asked) {
+  const MutexLock lock(mutex_);
+  is_asked_to_reform_ = std::move(is_asked);
+}
+
+bool Reducer::must_reform() const {
+  const MutexLock lock(mutex_);
+  return must_reform_;
+}
+
+void Reducer::give_up(std::int64_t num_complete) {
+  const MutexLock lock(mutex_);
+  const at::NoGradGuard no_grad;
+  step_ = {};
+  if (turns_.are_on() && has_buffers_) {
+    turns_.restore_buffers(watch_.buffers(), first_step_ + stats_.steps() > num_complete);
+  }
+  for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
+  if (sharing()) sharing()->set_gradients({});
 }
 
 bool Reducer::has_unused_gradients() const {

@@ -83,6 +83,7 @@ void Reducer::finish_posted() {
   if (numbers_.num_active() > 0) is_followed_ = numbers_.any(Flag::kFollowed);
   // Not while a rank without steps of its own is behind: it could not save.
   must_stop_ = numbers_.any(Flag::kStop) && !numbers_.any(Flag::kNeedsState);
+  must_reform_ = numbers_.any(Flag::kReform);
   if (numbers_.any(Flag::kProblem)) throw_problems();
   if (numbers_.num_active() == 0) {  // nobody has data any more: this was the last round
     order_after_posted();
@@ -204,6 +205,7 @@ void Reducer::write_numbers() {
   numbers_.set(Flag::kSkips, is_joined_ && is_skipping_);
   numbers_.set(Flag::kBroken, step_.is_broken);
   numbers_.set(Flag::kStop, is_asked_to_stop_ && is_asked_to_stop_());
+  numbers_.set(Flag::kReform, is_asked_to_reform_ && is_asked_to_reform_());
   if (turns_.are_on()) {
     for (const int one : turns_.with_data()) numbers_.set_active(one);
   } else if (!is_joined_) {

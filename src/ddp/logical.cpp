@@ -117,10 +117,7 @@ void Reducer::check_logical_state(const LogicalState& state) const {
                                        state.platform, there));
 }
 
-void Reducer::load_logical_state(const LogicalState& state) {
-  const MutexLock lock(mutex_);
-  first_step_ = state.steps - stats_.steps();
-}
+void Reducer::load_logical_state(const LogicalState& state) { set_num_steps(state.steps); }
 
 // A gradient from before the step would count once for each rank, not for each logical rank. Zeros
 // are left by zero_grad(/*set_to_none=*/false), in the memory of buckets.

@@ -70,6 +70,27 @@ class Reducer {
   // Of the reducer that this one replaces.
   void take_settings_from(Reducer& before);
 
+  // Of an elastic job. `is_asked` is called in every synchronised backward; must_reform() says
+  // whether it was true on any rank in the last one.
+  void reform_when(std::function<bool()> is_asked);
+  bool must_reform() const;
+  // What the reducer of the next generation goes on with.
+  struct Settings {
+    int accumulate = 1;
+    std::function<bool()> is_asked_to_stop = {};
+    std::function<bool()> is_asked_to_reform = {};
+    int epoch = 0;
+    bool is_torn = false;
+  };
+  Settings settings() const;
+  std::int64_t num_steps() const;  // synchronised backwards of the run
+  void set_num_steps(std::int64_t steps);
+  void take(const Settings& settings);
+  // A step that is not complete is given up: buffers are those that it began with, gradients are
+  // gone. `num_complete`: steps of the run; the backward of the next one may be finished. Not
+  // collective.
+  void give_up(std::int64_t num_complete);
+
  private:
   // What the backward under way is. kIdle: there is none.
   enum class Phase { kIdle, kLocal, kSynchronised };
@@ -323,6 +344,8 @@ class Reducer {
   double last_weight_ LOCKSTEP_GUARDED_BY(mutex_) = 1;  // of the last step with data
   std::function<bool()> is_asked_to_stop_ LOCKSTEP_GUARDED_BY(mutex_);
   bool must_stop_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // as all ranks agreed in the last step
+  std::function<bool()> is_asked_to_reform_ LOCKSTEP_GUARDED_BY(mutex_);
+  bool must_reform_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // the same
   bool has_warned_of_graph_ LOCKSTEP_GUARDED_BY(mutex_) = false;
 };
 

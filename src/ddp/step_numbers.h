@@ -27,6 +27,7 @@ class StepNumbers {
     kEndsEarly,  // out of data, and all are to stop for that
     kFollowed,   // another model of the same backward is finished after this one
     kSkips,      // without data in this step, but not in join(): it may have some in the next
+    kReform,     // an elastic job is to change its ranks at the end of this step
     kBroken,     // not all collectives of the step could be started on a device
     kNumFlags
   };

@@ -52,15 +52,16 @@ void Turns::begin(int micro, std::uint64_t seed, std::int64_t step,
       static_cast<std::uint64_t>(mean_->held().first + turn_), static_cast<std::uint64_t>(micro)};
   at::manual_seed(hash_bytes(place.data(), sizeof place));
   if (micro > 0) return;
-  if (first_buffers_.empty()) {
-    first_buffers_ = copies_of(buffers);
-  } else {
+  if (is_step_begun_) {
     write(buffers, first_buffers_);
+  } else {
+    first_buffers_ = copies_of(buffers);
   }
+  is_step_begun_ = true;
 }
 
-void Turns::restore_buffers(const std::vector<NamedTensor>& buffers) const {
-  write(buffers, first_buffers_);
+void Turns::restore_buffers(const std::vector<NamedTensor>& buffers, bool of_last_step) const {
+  if (is_step_begun_ || of_last_step) write(buffers, first_buffers_);
 }
 
 // Memory of subtrees is kept from step to step: given back, it would have to be made resident again
@@ -215,7 +216,7 @@ void Turns::reset() {
   has_begun_ = false;
   problem_.clear();
   ends_early_ = false;
-  first_buffers_.clear();
+  is_step_begun_ = false;
   for (Stack& stack : stacks_) stack.clear();
   present_.assign(stacks_.size(), false);
   weights_.clear();

@@ -81,8 +81,9 @@ class Turns {
   void finish_buffers(const World& world, const std::vector<NamedTensor>& buffers,
                       bool are_averaged, int first_with_data);
 
-  // The step does not count: buffers become those that it began with.
-  void restore_buffers(const std::vector<NamedTensor>& buffers) const;
+  // The step does not count: buffers become those that it began with. `of_last_step`: of one that is
+  // over, if no other has begun.
+  void restore_buffers(const std::vector<NamedTensor>& buffers, bool of_last_step = false) const;
   // The step is over, or dropped.
   void reset();
 
@@ -119,7 +120,8 @@ class Turns {
   std::vector<double> weights_;            // by turn
   std::vector<bool> has_data_;             // by turn
   std::vector<double> last_weights_;       // by turn, of steps with data; not of this step
-  std::vector<at::Tensor> first_buffers_;  // as the step began
+  bool is_step_begun_ = false;             // a turn of it
+  std::vector<at::Tensor> first_buffers_;  // as the step began, or the one that is over
   std::vector<at::Tensor> kept_buffers_;   // after the first turn with data
   std::vector<Stack> buffer_stacks_;       // by buffer
 };

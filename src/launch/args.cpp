@@ -24,6 +24,7 @@ constexpr const char* kExamples = R"(Examples:
   lockstep run -n 4 -- ./train --epochs 3        4 ranks on this host, each with its share of cores
   lockstep run -- ./train                        a rank for each core (or GPU)
   lockstep run -n 2 --max-restarts 3 -- ./train  after a failure, all ranks start again
+  lockstep run -n 4 --elastic -- ./train         a lost rank is replaced, the others go on
   lockstep run -n 8 --only-rank 0 --log-dir logs -- ./train
   lockstep run -n 4 --hosts 2 --host-rank 0 --master 10.0.0.1:29500 \
       --secret-file ~/.lockstep-secret -- ./train        on each of 2 hosts
@@ -40,6 +41,7 @@ struct Typed {
   int lost_after = 8;
   std::optional<std::string> job_id = std::nullopt;
   std::string master = {};
+  std::string hosts = "1";
   bool is_diff = false;
 };
 
@@ -70,8 +72,27 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
                    "Seconds between the signal to stop and SIGKILL")
       ->check(CLI::Range(0.0, 86400.0))
       ->capture_default_str();
-  start->add_option("--hosts", run.num_hosts, "On how many hosts lockstep run is started")
+  start->add_flag("--elastic", run.is_elastic,
+                  "Ranks that are lost do not end the job: the others go on, and they are replaced");
+  start->add_option("--min-ranks", run.min_ranks, "Elastic: with fewer ranks the job ends")
       ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  start
+      ->add_option("--max-replacements", run.max_replacements,
+                   "Elastic: how often a rank is replaced that fails soon each time")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  start
+      ->add_option("--no-replace", run.fatal_codes,
+                   "Elastic: exit codes after which a rank is not replaced")
+      ->delimiter(',')
+      ->capture_default_str();
+  start->add_option("--logical-ranks", run.num_logical,
+                    "Logical ranks (docs/reproducibility.md); elastic: by default as many as ranks")
+      ->check(CLI::PositiveNumber);
+  start
+      ->add_option("--hosts", typed.hosts,
+                   "On how many hosts lockstep run is started; elastic: FEWEST:MOST")
       ->capture_default_str();
   start->add_option("--host-rank", run.host_rank, "Which of them this is, from 0")
       ->check(CLI::NonNegativeNumber)
@@ -224,8 +245,33 @@ std::error_code make_log_folder(std::filesystem::path folder) {
   return error;
 }
 
+// "4", or "2:4".
+void parse_hosts(const std::string& text, RunOptions& run) {
+  const auto number = [&](std::string_view part) {
+    int value = 0;
+    const auto read = std::from_chars(part.data(), part.data() + part.size(), value);
+    const bool is_whole = read.ec == std::errc() && read.ptr == part.data() + part.size();
+    if (!is_whole || value < 1) {
+      throw BadArguments(text::format(
+          "--hosts is '{}': give a number from 1, or, with --elastic, FEWEST:MOST", text));
+    }
+    return value;
+  };
+  const std::size_t colon = text.find(':');
+  const std::string_view all = text;
+  run.min_hosts = number(all.substr(0, colon));
+  run.num_hosts = colon == std::string::npos ? run.min_hosts : number(all.substr(colon + 1));
+  if (colon != std::string::npos && !run.is_elastic) {
+    throw BadArguments(text::format("--hosts is '{}': a range needs --elastic", text));
+  }
+  if (run.min_hosts > run.num_hosts) {
+    throw BadArguments(text::format("--hosts is '{}': the fewest are more than the most", text));
+  }
+}
+
 void complete_run(const Typed& typed, RunOptions& run) {
   if (run.command.empty()) throw BadArguments("there is no program behind --");
+  parse_hosts(typed.hosts, run);
   run.num_ranks = parse_ranks(typed.ranks);
   run.bind = typed.bind == "none" ? Bind::kNone : typed.bind == "numa" ? Bind::kNuma : Bind::kCore;
   run.stop_grace = std::chrono::milliseconds(static_cast<int>(typed.stop_grace * 1000));

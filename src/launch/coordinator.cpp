@@ -14,11 +14,30 @@ namespace {
 // For a rank that others blame to end as well. An exception must unwind, a crash may dump a core.
 constexpr auto kBlamedMayTake = std::chrono::seconds(5);
 
+// For hosts beyond the fewest that an elastic job needs, to be there from the beginning.
+constexpr auto kLastCall = std::chrono::seconds(2);
+
 }  // namespace
 
 Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunOptions& options)
     : loop_(loop), output_(output), host_(host), options_(options) {
   host.set_leader(this);
+  if (options.is_elastic) {
+    elastic_.emplace(
+        loop, options,
+        ElasticJob::Callbacks{
+            .order = [this](int host_rank, const Json& what) { order(host_rank, what); },
+            .revoke =
+                [this](int number, const std::string& why) {
+                  store_.revoke(text::format("lockstep/{}/", number), why);
+                },
+            .fail =
+                [this](StopCause cause) {
+                  cause.may_restart = true;
+                  report(cause);
+                },
+            .say = [this](const std::string& what) { output_.say(what); }});
+  }
   members_[0] = {.name = host_name(), .num_ranks = options.num_ranks};
   if (options.num_hosts == 1) {
     start(0);
@@ -64,10 +83,27 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection, cons
     kill_all();
   } else if (type == "lost") {
     on_given_up(found->first, message.at("reason"));
-  } else if (type == "store") {
+  } else if (type == "ask") {
     connection->send({{"type", "answer"},
                       {"id", message.at("id")},
-                      {"answer", store_.answer(message.at("request"))}});
+                      {"answer", answer(found->first, message.at("place").get<int>(),
+                                        message.at("request"))}});
+  } else if (type == "seat_end") {
+    on_seat_end(found->first, message.at("seat").get<SeatEnd>());
+  } else if (type == "drain" && elastic_) {
+    if (static_cast<int>(members_.size()) - 1 < options_.min_hosts) {
+      return report({.host_rank = found->first,
+                     .host = found->second.name,
+                     .text = "was told to stop",
+                     .advice = "The job needs this host (--hosts).",
+                     .code = 128 + SIGTERM,
+                     .signal = SIGTERM,
+                     .is_interrupt = true,
+                     .may_restart = false});
+    }
+    output_.say(text::format("host {} ({}) was told to stop: its ranks leave at the end of a step",
+                             found->first, found->second.name));
+    elastic_->drain_host(found->first);
   }
 }
 
@@ -106,7 +142,56 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   if (options_.is_verbose) {
     output_.say(text::format("host {} ({}) has come", hello.host_rank, hello.host));
   }
-  if (static_cast<int>(members_.size()) == options_.num_hosts) start(0);
+  if (generation_ >= 0) {  // of an elastic job that runs
+    connection->send({{"type", "start"},
+                      {"generation", Generation{.number = generation_,
+                                                .world_size = world_size_,
+                                                .max_restarts = options_.max_restarts,
+                                                .is_running = true}}});
+    elastic_->add_host(hello.host_rank, hello.host, hello.num_ranks);
+    return;
+  }
+  if (start_if_all_came() || !elastic_ ||
+      static_cast<int>(members_.size()) != options_.min_hosts) {
+    return;
+  }
+  // Enough are here; those that come at about the same time are waited for.
+  loop_.after(kLastCall, [this] {
+    if (generation_ < 0 && !is_finished_ &&
+        static_cast<int>(members_.size()) >= options_.min_hosts) {
+      start(0);
+    }
+  });
+}
+
+bool Coordinator::start_if_all_came() {
+  if (static_cast<int>(members_.size()) < options_.num_hosts) return false;
+  start(0);
+  return true;
+}
+
+// What ranks of a host ask: of the store, or, in an elastic job, for their next generation.
+Json Coordinator::answer(int host_rank, int place, const Json& request) try {
+  const std::string op = request.value("op", "");
+  if (elastic_ && op.starts_with("elastic_")) return elastic_->answer(host_rank, place, request);
+  return store_.answer(request);
+} catch (const Json::exception& error) {
+  return {{"error", error.what()}};
+}
+
+void Coordinator::order(int host_rank, const Json& what) {
+  const auto found = members_.find(host_rank);
+  if (found == members_.end()) return;
+  if (found->second.connection) {
+    found->second.connection->send(what);
+  } else {
+    host_.obey(what);
+  }
+}
+
+void Coordinator::on_seat_end(int host_rank, const SeatEnd& end) {
+  if (is_finished_ || cause_ || !elastic_) return;
+  if (!elastic_->on_end(host_rank, end)) report(end.cause);
 }
 
 void Coordinator::start(int generation) {
@@ -120,14 +205,20 @@ void Coordinator::start(int generation) {
     member.has_ended = false;
     world_size += member.num_ranks;
   }
+  world_size_ = world_size;
+  if (elastic_) {
+    std::map<int, int> ranks_of_hosts;
+    for (const auto& [rank, member] : members_) ranks_of_hosts[rank] = member.num_ranks;
+    elastic_->begin(generation, ranks_of_hosts);
+  }
   int first_rank = 0;
   for (auto& [rank, member] : members_) {
-    const Generation its = {generation, first_rank, world_size, options_.max_restarts};
+    const Generation its = {generation, first_rank, world_size, options_.max_restarts, false};
     first_rank += member.num_ranks;
     if (member.connection) member.connection->send({{"type", "start"}, {"generation", its}});
   }
   // Last: it may fail at once.
-  host_.start({generation, 0, world_size, options_.max_restarts});
+  host_.start({generation, 0, world_size, options_.max_restarts, false});
 }
 
 void Coordinator::report(const StopCause& cause) {
@@ -160,6 +251,7 @@ void Coordinator::forget_effect() {
 void Coordinator::stop(StopCause cause) {
   forget_effect();
   cause_ = cause;
+  if (elastic_) elastic_->stop();
   if (generation_ < 0) return finish(cause);  // nothing runs yet
   for (auto& [_, member] : members_) {
     if (member.connection) member.connection->send({{"type", "stop"}, {"cause", cause}});
@@ -173,6 +265,7 @@ void Coordinator::on_lost(int host_rank, const std::string& reason) {
   Member& member = members_[host_rank];
   // It may only have been held up: then it hears why it is alone.
   member.connection->close({{"type", "lost"}, {"reason", reason}});
+  if (lose_host(host_rank, reason)) return;
   const bool has_restarts = std::max(generation_, 0) < options_.max_restarts;
   report({.host_rank = host_rank,
           .host = member.name,
@@ -188,6 +281,21 @@ void Coordinator::on_lost(int host_rank, const std::string& reason) {
                                   host_rank, member.name, reason));
   }
   on_end(host_rank, End::kFailed);
+}
+
+// Whether an elastic job goes on without it.
+bool Coordinator::lose_host(int host_rank, const std::string& reason) {
+  if (!elastic_ || cause_ || !elastic_->is_open()) return false;
+  if (static_cast<int>(members_.size()) - 1 < options_.min_hosts) return false;
+  if (members_[host_rank].has_ended) {  // it has left: its ranks are gone
+    members_.erase(host_rank);
+    decide();
+    return true;
+  }
+  if (!elastic_->remove_host(host_rank, reason)) return false;
+  members_.erase(host_rank);
+  decide();
+  return true;
 }
 
 // A host that has not heard of this one for too long is on its own now.
@@ -264,8 +372,8 @@ void Coordinator::kill_all() {
   host_.kill_now();
 }
 
-void Coordinator::ask_store(const Json& request, std::function<void(const Json&)> reply) {
-  reply(store_.answer(request));
+void Coordinator::ask(int place, const Json& request, std::function<void(const Json&)> reply) {
+  reply(answer(0, place, request));
 }
 
 bool Coordinator::is_alone() const {

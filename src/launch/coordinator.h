@@ -12,6 +12,7 @@
 
 #include "launch/connection.h"
 #include "launch/door.h"
+#include "launch/elastic.h"
 #include "launch/hello.h"
 #include "launch/host.h"
 #include "launch/job.h"
@@ -23,7 +24,7 @@
 namespace lockstep {
 
 // Of the messages between launchers; a version of its own, so that they can tell each other.
-inline constexpr int kLinkVersion = 3;
+inline constexpr int kLinkVersion = 4;
 inline constexpr auto kPingEvery = std::chrono::seconds(1);
 
 inline constexpr const char* kHeldUpAdvice =
@@ -54,7 +55,10 @@ class Coordinator : public Leader {
   void report(const StopCause& cause) override;
   void report_end(End end) override { on_end(0, end); }
   void kill_all() override;
-  void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
+  void ask(int place, const Json& request, std::function<void(const Json&)> reply) override;
+  void report_seat(const SeatEnd& end) override { on_seat_end(0, end); }
+
+  ElasticJob* elastic() { return elastic_ ? &*elastic_ : nullptr; }
 
   // Whether all other hosts have said goodbye, after the end.
   bool is_alone() const;
@@ -72,6 +76,11 @@ class Coordinator : public Leader {
   void on_given_up(int host_rank, const std::string& reason);
   void on_lost(int host_rank, const std::string& reason);
   void on_end(int host_rank, End end);
+  void on_seat_end(int host_rank, const SeatEnd& end);
+  Json answer(int host_rank, int place, const Json& request);
+  void order(int host_rank, const Json& order);
+  bool start_if_all_came();
+  bool lose_host(int host_rank, const std::string& reason);
   void start(int generation);
   void stop(StopCause cause);
   void forget_effect();
@@ -89,8 +98,10 @@ class Coordinator : public Leader {
   bool has_said_who_is_missing_ = false;
   std::map<int, Member> members_;  // by host rank
   KeyValue store_;
+  std::optional<ElasticJob> elastic_;
   std::optional<EventLoop::Timer> timer_;
   OwnWatch watch_;
+  int world_size_ = 0;   // of the ranks that have started together
   int generation_ = -1;  // none has started
   End end_ = End::kOk;   // of all ranks of this generation, so far
   bool is_finished_ = false;
@@ -109,7 +120,9 @@ class RemoteLeader : public Leader {
   void report(const StopCause& cause) override;
   void report_end(End end) override;
   void kill_all() override;
-  void ask_store(const Json& request, std::function<void(const Json&)> reply) override;
+  void ask(int place, const Json& request, std::function<void(const Json&)> reply) override;
+  void report_seat(const SeatEnd& end) override;
+  bool drain() override;
 
  private:
   void connect();
@@ -139,6 +152,7 @@ class RemoteLeader : public Leader {
   std::optional<StopCause>
       lost_;  // what to finish with when the ranks are gone: nobody decides any more
   bool is_running_ = false;
+  bool is_draining_ = false;  // this host leaves the job
   std::map<std::int64_t, std::function<void(const Json&)>> questions_;
   std::int64_t num_questions_ = 0;
   std::optional<EventLoop::Timer> timer_;

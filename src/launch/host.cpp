@@ -13,6 +13,7 @@
 
 #include "base/blame.h"
 #include "base/env.h"
+#include "base/notice.h"
 #include "base/text.h"
 #include "launch/rank_command.h"
 
@@ -111,11 +112,15 @@ void Host::start(const Generation& generation) {
   try {
     output_.begin(generation.first_rank, options_.num_ranks, generation.world_size);
     // A fresh one: what the generation before has left in its store is of no use.
-    if (options_.num_hosts == 1) store_ = make_memfd("lockstep-store");
+    if (!has_launcher_store()) store_ = make_memfd("lockstep-store");
     blames_ = make_memfd("lockstep-blames");
+    if (options_.is_elastic) notice_ = make_notice();
+    is_closing_ = false;
     const auto shares = split_cores(this_machine(), options_.num_ranks, options_.bind);
-    for (int local = 0; local < options_.num_ranks; ++local) {
-      start_rank(local, shares[static_cast<std::size_t>(local)]);
+    // A host that comes to a job that runs is told which ranks to start.
+    for (int local = 0; local < options_.num_ranks && !generation.is_running; ++local) {
+      start_rank(local, generation.first_rank + local, shares[static_cast<std::size_t>(local)],
+                 false);
     }
   } catch (const Error& error) {
     report_bad_start(error.message());
@@ -139,9 +144,10 @@ void Host::report_bad_start(const std::string& why) {
                    .may_restart = false});
 }
 
-void Host::start_rank(int local_rank, const Share& share) {
+void Host::start_rank(int local_rank, int number, const Share& share, bool is_newcomer) {
   Rank rank;
-  rank.number = generation_.first_rank + local_rank;
+  rank.number = number;
+  rank.began = Clock::now();
   Command command;
   command.arguments = options_.command;
   command.variables = place_variables(options_, generation_, local_rank, master_port_);
@@ -158,8 +164,23 @@ void Host::start_rank(int local_rank, const Share& share) {
   if (!Environment::of_process().has("OMP_NUM_THREADS")) {
     command.variables["OMP_NUM_THREADS"] = std::to_string(share.threads);
   }
+  if (options_.num_logical > 0) {
+    command.variables["LOCKSTEP_LOGICAL_RANKS"] = std::to_string(options_.num_logical);
+  } else if (options_.is_elastic && !Environment::of_process().has("LOCKSTEP_LOGICAL_RANKS")) {
+    command.variables["LOCKSTEP_LOGICAL_RANKS"] = std::to_string(generation_.world_size);
+  }
+  if (options_.is_elastic) {
+    command.variables[kNoticeVariable] = std::to_string(notice_.get());
+    command.inherited_fds.push_back(notice_.get());
+    command.variables["LOCKSTEP_SEAT"] = std::to_string(number);
+    if (is_newcomer) {  // alone, until the others take it in
+      command.variables["LOCKSTEP_NEWCOMER"] = "1";
+      command.variables["RANK"] = "0";
+      command.variables["WORLD_SIZE"] = "1";
+    }
+  }
   Fd socket;
-  if (options_.num_hosts == 1) {
+  if (!has_launcher_store()) {
     pass_store(command, store_.get());
   } else {
     std::array<int, 2> ends{};
@@ -168,16 +189,17 @@ void Host::start_rank(int local_rank, const Share& share) {
     }
     socket = Fd(ends[1]);
     command.variables["LOCKSTEP_STORE"] = text::format("launcher:{}", socket.get());
-    command.inherited_fds = {socket.get()};
+    command.inherited_fds.push_back(socket.get());
     // Answers find the connection that asked, if it is still there.
     auto mine = std::make_shared<std::weak_ptr<Connection>>();
     rank.store = Connection::make(loop_, Fd(ends[0]), nullptr, true,
                                   {.received =
-                                       [this, mine](const Json& request) {
-                                         leader_->ask_store(request, [mine](const Json& answer) {
-                                           if (const auto connection = mine->lock())
-                                             connection->send(answer);
-                                         });
+                                       [this, mine, local_rank](const Json& request) {
+                                         leader_->ask(
+                                             local_rank, request, [mine](const Json& answer) {
+                                               if (const auto connection = mine->lock())
+                                                 connection->send(answer);
+                                             });
                                        },
                                    .closed = [](const std::string&) {}});
     *mine = rank.store;
@@ -185,7 +207,9 @@ void Host::start_rank(int local_rank, const Share& share) {
   command.variables[kBlameVariable] = blame_address(blames_.get(), local_rank);
   command.inherited_fds.push_back(blames_.get());
   // From a terminal only the launcher reads; rank 0 gets what is piped in.
-  if (rank.number != 0 || ::isatty(STDIN_FILENO) == 1) command.stdin_fd = nothing_.get();
+  if (rank.number != 0 || is_newcomer || ::isatty(STDIN_FILENO) == 1) {
+    command.stdin_fd = nothing_.get();
+  }
   Pipe out = make_pipe();
   Pipe err = make_pipe();
   command.stdout_fd = out.write_end.get();
@@ -193,10 +217,61 @@ void Host::start_rank(int local_rank, const Share& share) {
   Starting starting = begin_spawn(command);
   rank.pid = starting.pid;
   rank.exec = std::move(starting.outcome);
-  const auto index = ranks_.size();
+  const auto index = static_cast<std::size_t>(local_rank);
   loop_.watch(rank.exec.get(), POLLIN, [this, index](short) { look_at_exec(ranks_[index]); });
   output_.attach(rank.number, std::move(out.read_end), std::move(err.read_end));
-  ranks_.push_back(std::move(rank));
+  ranks_.resize(std::max(ranks_.size(), index + 1));
+  ranks_[index] = std::move(rank);
+}
+
+// In a place whose process is gone, or a new one.
+void Host::start_newcomer(const Json& order) {
+  const int place = order.at("place").get<int>();
+  const int number = order.at("number").get<int>();
+  const auto index = static_cast<std::size_t>(place);
+  if (index < ranks_.size() && ranks_[index].pid > 0) {
+    if (!ranks_[index].end) return;
+    ::waitpid(ranks_[index].pid, nullptr, WNOHANG);  // who is left has seen how it ended
+  }
+  generation_.number = order.at("generation").get<int>();
+  output_.add(number);
+  const int num_places = std::max(options_.num_ranks, place + 1);
+  const auto shares = split_cores(this_machine(), num_places, options_.bind);
+  start_rank(place, number, shares[index], true);
+  if (options_.is_verbose) {
+    output_.say(text::format("rank {} is started again: process {}", number, ranks_[index].pid));
+  }
+}
+
+void Host::obey(const Json& order) {
+  const std::string what = order.at("do");
+  if (what == "want") {
+    if (notice_) write_notice(notice_.get(), order.at("generation").get<int>());
+  } else if (what == "start" && is_running_ && !cause_ && !is_closing_) {
+    try {
+      start_newcomer(order);
+    } catch (const Error& error) {  // no room for a process: as if it had failed at once
+      leader_->report_seat({.place = order.at("place").get<int>(),
+                            .cause = {.host_rank = options_.host_rank,
+                                      .host = host_name(),
+                                      .text = "could not be started: " + error.message()}});
+    }
+  } else if (what == "end") {
+    const auto index = order.at("place").get<std::size_t>();
+    if (index < ranks_.size() && !ranks_[index].end) {
+      ranks_[index].is_lost = true;
+      ::kill(-ranks_[index].pid, SIGKILL);
+    }
+  } else if (what == "close") {
+    is_closing_ = true;
+    for (Rank& rank : ranks_) {
+      if (!rank.end && rank.pid > 0) {
+        rank.is_lost = true;
+        ::kill(-rank.pid, SIGKILL);
+      }
+    }
+    look_for_ends();
+  }
 }
 
 void Host::look_at_exec(Rank& rank) {
@@ -215,7 +290,7 @@ void Host::look_for_ends() {
   reap_orphans();
   std::vector<Rank*> ended;
   for (Rank& rank : ranks_) {
-    if (rank.end) continue;
+    if (rank.end || rank.pid <= 0) continue;
     rank.end = look_at_end(rank.pid);
     if (rank.end) ended.push_back(&rank);
   }
@@ -223,7 +298,11 @@ void Host::look_for_ends() {
   // end with a code.
   std::ranges::stable_sort(ended, {}, [](const Rank* rank) { return rank->end->signal == 0; });
   for (Rank* rank : ended) on_end(*rank);
-  if (std::ranges::all_of(ranks_, [](const Rank& rank) { return rank.end.has_value(); })) {
+  // An elastic job may still start some here.
+  if (options_.is_elastic && !is_closing_ && !cause_) return;
+  if (is_running_ && std::ranges::all_of(ranks_, [](const Rank& rank) {
+        return rank.end.has_value() || rank.pid <= 0;
+      })) {
     on_all_ended();
   }
 }
@@ -248,6 +327,14 @@ void Host::reap_orphans() const {
 void Host::on_end(Rank& rank) {
   if (rank.store) rank.store->close();
   look_at_exec(rank);
+  if (options_.is_elastic && !cause_) {
+    output_.catch_up(rank.number);
+    SeatEnd end{.place = static_cast<int>(&rank - ranks_.data()), .cause = cause_at(rank)};
+    if (rank.end->is_ok()) end.cause.code = 0;
+    rank.is_lost = !rank.end->is_ok() && !has_saved(*rank.end);
+    leader_->report_seat(end);
+    return;
+  }
   // A failure counts for more than ranks that have saved and left.
   const bool is_worse = cause_ && cause_->code == kExitPreempted && !has_saved(*rank.end);
   if (rank.end->is_ok() || (cause_ && !is_worse)) return;
@@ -256,7 +343,7 @@ void Host::on_end(Rank& rank) {
 }
 
 StopCause Host::cause_at(const Rank& rank) const {
-  const double seconds = std::chrono::duration<double>(Clock::now() - began_).count();
+  const double seconds = std::chrono::duration<double>(Clock::now() - rank.began).count();
   if (has_saved(*rank.end)) {
     // The others are leaving as well: they need no signal, only time.
     return {
@@ -282,8 +369,8 @@ StopCause Host::cause_at(const Rank& rank) const {
 int Host::blamed_by(const Rank& rank) const {
   // An exception that nobody catches ends in SIGABRT; other signals have another reason.
   if (rank.end->signal != 0 && rank.end->signal != SIGABRT) return -1;
-  const int blamed =
-      read_blame(blames_.get(), rank.number - generation_.first_rank, rank.pid, Clock::now());
+  const auto place = static_cast<int>(&rank - ranks_.data());
+  const int blamed = read_blame(blames_.get(), place, rank.pid, Clock::now());
   const auto here = std::ranges::find(ranks_, blamed, &Rank::number);
   const bool has_left =
       here != ranks_.end() && here->end && (here->end->is_ok() || has_saved(*here->end));
@@ -316,8 +403,11 @@ void Host::sweep(Clock::time_point deadline) {
     output_.say("some processes of the ranks do not end, not even when killed: see ps and dmesg");
   }
   output_.end();
-  End end = static_cast<int>(ranks_.size()) == options_.num_ranks ? End::kOk : End::kFailed;
+  const bool are_all_started =
+      options_.is_elastic || static_cast<int>(ranks_.size()) == options_.num_ranks;
+  End end = are_all_started ? End::kOk : End::kFailed;
   for (const Rank& rank : ranks_) {
+    if (rank.is_lost || !rank.end) continue;
     end = std::max(end, rank.end->is_ok()      ? End::kOk
                         : has_saved(*rank.end) ? End::kSaved
                                                : End::kFailed);
@@ -327,14 +417,14 @@ void Host::sweep(Clock::time_point deadline) {
 
 void Host::signal_all(int signal) {
   for (const Rank& rank : ranks_) {
-    if (!rank.end) ::kill(-rank.pid, signal);
+    if (!rank.end && rank.pid > 0) ::kill(-rank.pid, signal);
   }
 }
 
 // Its own children are not asked: a signal such as SIGUSR1 would end them.
 void Host::pass_on(int signal) {
   for (const Rank& rank : ranks_) {
-    if (!rank.end) ::kill(rank.pid, signal);
+    if (!rank.end && rank.pid > 0) ::kill(rank.pid, signal);
   }
 }
 
@@ -371,6 +461,7 @@ void Host::interrupt(int signal) {
   if (is_echo) return;
   last_interrupt_ = now;
   if (++num_interrupts_ > 1) return leader_->kill_all();
+  if (signal == SIGTERM && leader_->drain()) return;
   leader_->report(
       {.host_rank = options_.host_rank,
        .host = host_name(),
@@ -410,7 +501,8 @@ std::string Host::describe(const StopCause& cause) const {
   constexpr std::size_t kErrorLines = 6;
   int others = 0;
   for (const Rank& rank : ranks_) {
-    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || rank.number == cause.rank) {
+    if (!rank.end || rank.end->is_ok() || has_saved(*rank.end) || rank.number == cause.rank ||
+        rank.is_lost) {
       continue;
     }
     const auto lines = output_.last_lines(rank.number);

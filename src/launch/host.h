@@ -28,6 +28,8 @@ class Host {
   void stop(const StopCause& cause);
   void restart_in(std::chrono::milliseconds delay, int restart, const StopCause& cause);
   void finish(const std::optional<StopCause>& cause);
+  // Of an elastic job: starts a rank, ends one, tells all that a change is wanted, or closes.
+  void obey(const Json& order);
 
   // What the user says.
   void pass_on(int signal);    // to the ranks, no more
@@ -44,11 +46,16 @@ class Host {
     int number = 0;
     pid_t pid = 0;
     Fd exec = {};                       // its outcome, until that is known
-    std::shared_ptr<Connection> store;  // with several hosts
+    std::shared_ptr<Connection> store;  // with several hosts, and of an elastic job
     std::optional<ExitStatus> end = {};
+    bool is_lost = false;  // and the job goes on
+    Clock::time_point began = {};
   };
 
-  void start_rank(int local_rank, const Share& share);
+  // `number`: what its output shows. A newcomer comes to a job that runs.
+  void start_rank(int local_rank, int number, const Share& share, bool is_newcomer);
+  void start_newcomer(const Json& order);
+  bool has_launcher_store() const { return options_.num_hosts > 1 || options_.is_elastic; }
   void look_at_exec(Rank& rank);
   void report_bad_start(const std::string& why);
   void reap_orphans() const;
@@ -67,6 +74,8 @@ class Host {
   std::optional<rlim_t> open_files_;  // for ranks
   Fd store_;                          // with one host
   Fd blames_;
+  Fd notice_;  // of an elastic job: memory that its ranks read (base/notice.h)
+  bool is_closing_ = false;  // of an elastic job: no rank is started any more
   Fd nothing_;
   int master_port_ = 0;
   Generation generation_;

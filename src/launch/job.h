@@ -18,8 +18,9 @@ struct Generation {
   int first_rank = 0;  // of this host
   int world_size = 0;
   int max_restarts = 0;  // host 0's, which decides
+  bool is_running = false;  // an elastic job's, to which this host comes
 };
-LOCKSTEP_JSON_FIELDS(Generation, number, first_rank, world_size, max_restarts)
+LOCKSTEP_JSON_FIELDS(Generation, number, first_rank, world_size, max_restarts, is_running)
 
 // Why a job has to stop: the first thing that happened.
 struct StopCause {
@@ -47,6 +48,13 @@ inline int weight_of(const StopCause& cause) {
 // How the ranks of a host, or of all, have ended; the worst of them counts.
 enum class End { kOk, kSaved, kFailed };  // kSaved: told to stop, with the state saved
 
+// The end of a rank of an elastic job.
+struct SeatEnd {
+  int place = 0;         // on its host
+  StopCause cause = {};  // as it would be the job's; its code is 0 if the rank ended well
+};
+LOCKSTEP_JSON_FIELDS(SeatEnd, place, cause)
+
 // What decides for all hosts: on the first host itself, on the others a connection to it.
 class Leader {
  public:
@@ -57,8 +65,14 @@ class Leader {
   virtual void kill_all() = 0;
   // All processes of the generation are gone from this host.
   virtual void report_end(End end) = 0;
-  // A rank asks the job's store something.
-  virtual void ask_store(const Json& request, std::function<void(const Json&)> reply) = 0;
+  // A rank, by its place on this host, asks the job's store or, in an elastic job, for its next
+  // generation.
+  virtual void ask(int place, const Json& request, std::function<void(const Json&)> reply) = 0;
+  // Of an elastic job: a rank of this host has ended.
+  virtual void report_seat(const SeatEnd& end) = 0;
+  // Whether somebody who wants this host to stop means its ranks alone: they leave, and the job goes
+  // on. If so, it is done.
+  virtual bool drain() { return false; }
 };
 
 }  // namespace lockstep

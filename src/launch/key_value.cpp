@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "base/text.h"
@@ -14,8 +15,32 @@ Json KeyValue::answer(const Json& request) try {
   return {{"error", error.what()}};
 }
 
+void KeyValue::revoke(const std::string& prefix, const std::string& why) {
+  revoked_[prefix] = why;
+  for (auto at = values_.lower_bound(prefix);
+       at != values_.end() && at->first.starts_with(prefix);) {
+    num_bytes_ -= at->first.size() + at->second.size();
+    at = values_.erase(at);
+  }
+}
+
+// Why, or null.
+Json KeyValue::find_revoked(const std::string& key) const {
+  const auto after = revoked_.upper_bound(key);
+  if (after == revoked_.begin()) return nullptr;
+  const auto& [prefix, why] = *std::prev(after);
+  return key.starts_with(prefix) ? Json(why) : Json();
+}
+
 Json KeyValue::try_to_answer(const Json& request) {
   const std::string op = request.at("op");
+  if (!revoked_.empty()) {
+    Json keys = request.value("keys", Json::array());
+    if (request.contains("key")) keys.push_back(request.at("key"));
+    for (const Json& one : keys) {
+      if (Json why = find_revoked(one); !why.is_null()) return {{"revoked", why}};
+    }
+  }
   const auto key = [&] { return request.at("key").get<std::string>(); };
   const auto value = [&](const char* name) -> const Bytes& {
     return request.at(name).get_binary();

@@ -22,16 +22,22 @@ class KeyValue {
   void clear() {
     values_.clear();
     num_bytes_ = 0;
+    revoked_.clear();
   }
+  // What begins so is forgotten, and who asks for it is told {"revoked": why}: nobody waits there
+  // any more.
+  void revoke(const std::string& prefix, const std::string& why);
 
  private:
   using Bytes = std::vector<std::uint8_t>;
 
   Json try_to_answer(const Json& request);
   void put(const std::string& key, Bytes value);
+  Json find_revoked(const std::string& key) const;
 
   std::map<std::string, Bytes> values_;
   std::size_t num_bytes_ = 0;
+  std::map<std::string, std::string> revoked_;  // by prefix
 };
 
 }  // namespace lockstep

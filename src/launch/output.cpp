@@ -146,13 +146,15 @@ bool Output::give_up_logs() {
 
 void Output::begin(int first_rank, int num_ranks, int world_size) {
   ranks_.clear();
-  const std::size_t width = std::to_string(world_size - 1).size();
-  for (int rank = first_rank; rank < first_rank + num_ranks; ++rank) {
-    ranks_[rank].prefix = text::format("[{:>{}}] ", rank, width);
-    // A later generation goes on in the same file.
-    if (options_.log_dir.empty() || log_of_.contains(rank)) continue;
-    log_of_[rank] = logs_.add([folder = options_.log_dir, rank] { return open_log(folder, rank); });
-  }
+  width_ = std::to_string(world_size - 1).size();
+  for (int rank = first_rank; rank < first_rank + num_ranks; ++rank) add(rank);
+}
+
+void Output::add(int rank) {
+  ranks_[rank].prefix = text::format("[{:>{}}] ", rank, width_);
+  // A later generation goes on in the same file.
+  if (options_.log_dir.empty() || log_of_.contains(rank)) return;
+  log_of_[rank] = logs_.add([folder = options_.log_dir, rank] { return open_log(folder, rank); });
 }
 
 void Output::on_log_problem(int file, bool is_open, const std::string& why) {

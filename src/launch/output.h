@@ -83,7 +83,9 @@ class Output {
   // Makes log files that are not there yet and forgets the lines before. `world_size` is for the
   // width of numbers.
   void begin(int first_rank, int num_ranks, int world_size);
-  int prefix_width() const { return static_cast<int>(ranks_.begin()->second.prefix.size()); }
+  // One more, in an elastic job; nothing if it is there already.
+  void add(int rank);
+  int prefix_width() const { return static_cast<int>(width_) + 3; }
   // Reads `out` and `err` from now on, until both end.
   void attach(int rank, Fd out, Fd err);
   // Reads what an ended rank has left in its pipes.
@@ -126,6 +128,7 @@ class Output {
   std::map<int, Source> sources_;  // by descriptor
   std::map<int, Fd> fds_;
   std::map<int, Rank> ranks_;
+  std::size_t width_ = 1;  // of their numbers
   Writer logs_;
   std::map<int, int> log_of_;  // the number of a rank's file; -1: it takes no more
   bool has_given_up_logs_ = false;

@@ -96,6 +96,8 @@ void RemoteLeader::on_message(const Json& message) {
     connection_->close();
     const Json& cause = message.at("cause");
     host_.finish(cause.is_null() ? std::nullopt : std::optional(cause.get<StopCause>()));
+  } else if (type == "seat") {
+    host_.obey(message);
   } else if (type == "answer") {
     const auto found = questions_.find(message.at("id").get<std::int64_t>());
     if (found == questions_.end()) return;
@@ -161,13 +163,29 @@ void RemoteLeader::report_end(End end) {
   is_running_ = false;
   if (lost_) return host_.finish(lost_);
   if (connection_) connection_->send({{"type", "end"}, {"end", end}});
+  if (!is_draining_ || end == End::kFailed) return;
+  connection_->close();  // after what is sent
+  host_.finish(std::nullopt);
 }
 
-void RemoteLeader::ask_store(const Json& request, std::function<void(const Json&)> reply) {
+void RemoteLeader::ask(int place, const Json& request, std::function<void(const Json&)> reply) {
   if (!connection_ || !connection_->is_open()) return;  // the ranks are stopping anyway
   const std::int64_t id = num_questions_++;
   questions_.emplace(id, std::move(reply));
-  connection_->send({{"type", "store"}, {"id", id}, {"request", request}});
+  connection_->send({{"type", "ask"}, {"id", id}, {"place", place}, {"request", request}});
+}
+
+void RemoteLeader::report_seat(const SeatEnd& end) {
+  if (connection_) connection_->send({{"type", "seat_end"}, {"seat", end}});
+}
+
+// Of an elastic job this host alone: its ranks leave at the end of a step.
+bool RemoteLeader::drain() {
+  if (!options_.is_elastic || !connection_ || !connection_->is_open() || !is_running_) return false;
+  output_.say("told to stop: the ranks of this host leave at the end of a step");
+  connection_->send({{"type", "drain"}});
+  is_draining_ = true;
+  return true;
 }
 
 // Of a connection that has been tried for longest, what is known now is better than why the one

@@ -7,6 +7,7 @@
 #include <functional>
 #include <vector>
 
+#include "base/notice.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -139,6 +140,8 @@ Placement read_torchrun(const Environment& environment) {
       placement.store = InheritedFd{fd};
     } else {
       placement.store = LauncherSocket{fd, environment.get("MASTER_ADDR").value_or("")};
+      placement.notice_fd = environment.get_int(kNoticeVariable);
+      placement.is_newcomer = placement.notice_fd && environment.has("LOCKSTEP_NEWCOMER");
     }
   } else if (placement.size == 1) {
     placement.store = InProcess{};

@@ -39,6 +39,8 @@ struct Placement {
   int generation = 0;             // counts restarts of the whole job by its launcher
   int num_logical = 0;            // logical ranks; 0: none are asked for
   int num_threads = 0;            // of each rank; 0: none are asked for
+  std::optional<int> notice_fd;   // in an elastic job (base/notice.h)
+  bool is_newcomer = false;       // to an elastic job that runs
   std::string launcher = "none";  // for messages
   StorePlace store;
 };

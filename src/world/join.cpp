@@ -16,6 +16,7 @@
 #include "engine/hosts.h"
 #include "shm/board.h"
 #include "world/environment.h"
+#include "world/membership.h"
 #include "world/rendezvous.h"
 #include "world/state.h"
 #include "world/store.h"
@@ -170,12 +171,52 @@ void announce(const Log& log, const EngineContext& context, const Choice& choice
 
 World World::join(const JoinOptions& options) {
   check(options);
-  const auto deadline = std::chrono::steady_clock::now() + options.join_timeout;
   const Environment environment = Environment::of_process();
   const Placement launched = launched_as(options, environment);
   Placement placement = placement_from(options, launched);
   placement.num_logical = num_logical_from(options, environment, placement.size);
   placement.num_threads = num_threads_from(options, environment, placement.num_logical);
+  auto state =
+      placement.is_newcomer ? wait_as_newcomer(options, placement) : join_as(options, placement);
+  if (placement.num_threads > 0) at::set_num_threads(placement.num_threads);
+  return World(std::move(state));
+}
+
+// A world of one, whose engine moves nothing, until Elastic::run().
+std::shared_ptr<World::State> World::wait_as_newcomer(const JoinOptions& options,
+                                                      const Placement& placement) {
+  JoinOptions alone = options;
+  alone.engine = "solo";
+  Placement nowhere = placement;
+  nowhere.store = InProcess{};
+  nowhere.notice_fd.reset();
+  auto state = join_as(alone, nowhere);
+  state->engine = options.engine;
+  state->generation = -1;
+  state->is_waiting = true;
+  state->membership = std::make_shared<Membership>(
+      open_store(placement, options.join_timeout).store, *placement.notice_fd, options, placement);
+  return state;
+}
+
+void World::move_to(const NextGeneration& next) const {
+  const std::shared_ptr<Membership> membership = state_->membership;
+  Placement placement = membership->placement();
+  placement.rank = next.rank;
+  placement.size = next.size;
+  placement.generation = next.number;
+  placement.notice_fd.reset();  // it is known
+  const auto fresh = join_as(membership->options(), placement);
+  fresh->membership = membership;
+  fresh->seed = state_->seed;  // of the run
+  fresh->generation = next.number;
+  state_->replace_by(*fresh);
+}
+
+std::shared_ptr<World::State> World::join_as(const JoinOptions& options,
+                                             const Placement& placement) {
+  const auto deadline = std::chrono::steady_clock::now() + options.join_timeout;
+  const Environment environment = Environment::of_process();
   const Log log(placement.rank);  // before anybody is told of this rank: it may throw
   const std::string engine = options.engine == "auto"
                                  ? environment.get("LOCKSTEP_ENGINE").value_or("auto")
@@ -192,6 +233,7 @@ World World::join(const JoinOptions& options) {
   state->local_rank = state->self().local_rank;
   state->engine = engine;
   state->num_logical = placement.num_logical;
+  state->generation = placement.generation;
   state->local_size = static_cast<int>(Hosts(rendezvous.members).with(placement.rank).size());
   state->store =
       c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/user", open.store);
@@ -203,7 +245,8 @@ World World::join(const JoinOptions& options) {
       c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/engine", open.store);
   context.connect_timeout = remaining(deadline);
   context.timeout = options.timeout;
-  context.master_address = master_address(launched);
+  context.master_address =
+      master_address(options.rank ? launched_as(options, environment) : placement);
   context.communicator = options.communicator;
   context.launcher = rendezvous.launcher;
   if (page) {
@@ -223,9 +266,12 @@ World World::join(const JoinOptions& options) {
   open.store->setTimeout(options.timeout);
   state->context = context;
   state->context.connect_timeout = options.join_timeout;
+  if (placement.notice_fd) {
+    state->membership =
+        std::make_shared<Membership>(open.store, *placement.notice_fd, options, placement);
+  }
   announce(log, context, choice);
-  if (placement.num_threads > 0) at::set_num_threads(placement.num_threads);
-  return World(std::move(state));
+  return state;
 }
 
 }  // namespace lockstep

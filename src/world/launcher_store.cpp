@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
+#include <lockstep/error.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -83,6 +84,12 @@ Json LauncherStore::ask(const Json& question) {
   const std::size_t size = frame_size(receive(socket, kFrameHead, deadline));
   Json answer = Json::from_cbor(receive(socket, size, deadline));
   give_up.release();
+  if (answer.is_object() && answer.contains("revoked")) {
+    throw PeerLostError({.operation = "store"},
+                        text::format("This generation of the job has ended: {}.\nAn elastic job "
+                                     "goes on in the next one.",
+                                     answer.at("revoked").get<std::string>()));
+  }
   if (answer.is_object()) C10_THROW_ERROR(DistStoreError, answer.at("error").get<std::string>());
   return answer;
 }

@@ -42,14 +42,15 @@ class LauncherStore : public c10d::Store {
   bool hasExtendedApi() const override { return true; }
   std::vector<std::string> listKeys() override;
 
+  // Any question that launchers know (launch/key_value.h, launch/elastic.h).
+  Json ask(const Json& question);
+
  private:
   struct Line {  // shared by clones
     Mutex mutex;
     Fd socket LOCKSTEP_GUARDED_BY(mutex);
   };
   LauncherStore(std::shared_ptr<Line> line, std::chrono::milliseconds timeout);
-
-  Json ask(const Json& question);
 
   std::shared_ptr<Line> line_;
 };

@@ -22,6 +22,9 @@ std::uint64_t World::seed() const { return *state_->seed; }
 void World::set_seed(std::uint64_t seed) const { *state_->seed = seed; }
 const std::string& World::host() const { return state_->self().host; }
 const std::vector<Member>& World::members() const { return state_->members; }
+int World::generation() const { return state_->generation; }
+bool World::is_waiting() const { return state_->is_waiting; }
+const std::shared_ptr<Membership>& World::membership() const { return state_->membership; }
 const c10::intrusive_ptr<c10d::Backend>& World::backend() const { return state_->backend; }
 const c10::intrusive_ptr<c10d::Store>& World::store() const { return state_->store; }
 

@@ -91,7 +91,7 @@ TEST(Launch, HelpVersionAndCompletion) {
   EXPECT_TRUE(has(completion.out, "--max-restarts")) << completion.out;
   // bash itself has the last word.
   std::ofstream(testing::TempDir() + "completion.sh")
-      << completion.out << "COMP_WORDS=(lockstep run --max); COMP_CWORD=2; _lockstep\n"
+      << completion.out << "COMP_WORDS=(lockstep run --max-res); COMP_CWORD=2; _lockstep\n"
       << "echo \"${COMPREPLY[*]}\"\n";
   const JobResult bash =
       run_job({"run", "-n", "1", "--", "bash", testing::TempDir() + "completion.sh"});

@@ -13,7 +13,8 @@ class Silent : public Leader {
   void report(const StopCause& cause) override { causes.push_back(cause); }
   void kill_all() override {}
   void report_end(End) override { ++num_ends; }
-  void ask_store(const Json&, std::function<void(const Json&)>) override {}
+  void ask(int, const Json&, std::function<void(const Json&)>) override {}
+  void report_seat(const SeatEnd&) override {}
 
   std::vector<StopCause> causes;
   int num_ends = 0;

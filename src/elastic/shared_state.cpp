@@ -1,0 +1,184 @@
+#include "elastic/shared_state.h"
+
+#include <ATen/ATen.h>
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "base/hash.h"
+#include "base/text.h"
+#include "world/exchange.h"
+#include "world/packed.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kNumNumbers = 3;
+
+std::vector<StateReport> gather(const World& world, const StateReport& mine) {
+  at::Tensor numbers = at::empty({kNumNumbers}, at::kLong);
+  auto* const at = numbers.mutable_data_ptr<std::int64_t>();
+  at[0] = mine.steps;
+  at[1] = mine.is_whole ? 1 : 0;
+  at[2] = static_cast<std::int64_t>(mine.layout);
+  const at::Tensor all = world.all_gather(numbers);
+  std::vector<StateReport> reports;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const auto* const its = all.const_data_ptr<std::int64_t>() + rank * kNumNumbers;
+    reports.push_back({.steps = its[0],
+                       .is_whole = its[1] != 0,
+                       .layout = static_cast<std::uint64_t>(its[2])});
+  }
+  return reports;
+}
+
+// What a source sends, and what a rank that is behind fills: the same names in the same order.
+struct Contents {
+  std::vector<NamedTensor> tensors;
+  std::vector<Wish> wishes;
+};
+
+Contents contents_of_source(const std::vector<Part>& parts, Json& values) {
+  Snapshot snapshot;
+  for (const Part& part : parts) {
+    if (part.travels && !part.marks.mark) part.save(snapshot);
+  }
+  values = std::move(snapshot.values);
+  return {.tensors = std::move(snapshot.tensors), .wishes = {}};
+}
+
+Contents contents_wanted(const std::vector<Part>& parts, const Json& values,
+                         const std::vector<std::string>& names, int rank) {
+  Contents contents;
+  std::map<std::string, at::Tensor> wanted;
+  std::vector<std::string> differences;
+  for (const Part& part : parts) {
+    if (!part.travels || part.marks.mark) continue;
+    Wish wish = part.load(part.has_values ? values.at(part.name) : Json());
+    for (const NamedTensor& one : wish.tensors) wanted[one.name] = one.tensor;
+    differences.insert(differences.end(), wish.differences.begin(), wish.differences.end());
+    contents.wishes.push_back(std::move(wish));
+  }
+  for (const std::string& name : names) {
+    const auto found = wanted.find(name);
+    if (found == wanted.end()) {
+      differences.push_back(name + ": not here");
+      continue;
+    }
+    contents.tensors.push_back({name, found->second});
+  }
+  if (differences.empty()) return contents;
+  throw MismatchError({.rank = rank, .operation = "elastic"},
+                      text::format("This process cannot take over the state of the others:\n  {}\n"
+                                   "Start the same program with the same options.",
+                                   text::join(differences, "\n  ")));
+}
+
+// In turns, so that the network of all hosts that have the state is used.
+std::int64_t send(const World& world, const std::vector<NamedTensor>& tensors,
+                  const std::vector<int>& sources) {
+  std::vector<at::Tensor> all;
+  std::int64_t bytes = 0;
+  for (const NamedTensor& one : tensors) {
+    all.push_back(one.tensor);
+    bytes += static_cast<std::int64_t>(one.tensor.nbytes());
+  }
+  std::size_t turn = 0;
+  move_packed(all, [&](const at::Tensor& packed) {
+    world.broadcast(packed, sources[turn++ % sources.size()]);
+  });
+  return bytes;
+}
+
+std::uint64_t hash_of(const std::vector<NamedTensor>& tensors) {
+  std::uint64_t hash = 0;
+  for (const NamedTensor& one : tensors) {
+    const at::Tensor dense = one.tensor.detach().contiguous();
+    hash = hash_bytes(dense.const_data_ptr(), dense.nbytes(), hash);
+  }
+  return hash;
+}
+
+}  // namespace
+
+StateShared share_state(const World& world, const std::vector<Part>& parts,
+                        const StateReport& mine, const std::vector<std::int64_t>& counts) {
+  const at::NoGradGuard no_grad;
+  const std::vector<StateReport> reports = gather(world, mine);
+  StateShared shared{.counts = counts};
+  std::int64_t newest = -1;
+  for (const StateReport& one : reports) {
+    if (one.is_whole) newest = std::max(newest, one.steps);
+    if (one.steps < 0) ++shared.num_newcomers;
+  }
+  const ErrorPlace place{.rank = world.global_rank(), .operation = "elastic"};
+  if (newest < 0) {
+    throw UsageError(place,
+                     "A rank was lost while all others were changing the state of the training, so "
+                     "nobody has that of a complete step.\nGo back to the last checkpoint: start "
+                     "the job again (lockstep run --max-restarts does).");
+  }
+  shared.steps = newest;
+  std::vector<int> sources;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const StateReport& its = reports[static_cast<std::size_t>(rank)];
+    if (its.is_whole && its.steps == newest) sources.push_back(rank);
+  }
+  const std::uint64_t layout = reports[static_cast<std::size_t>(sources.front())].layout;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    if (reports[static_cast<std::size_t>(rank)].layout == layout) continue;
+    if (rank == world.rank()) {
+      throw MismatchError(place,
+                          "This process has another model, other things in its Checkpointer, or "
+                          "runs on another kind of machine than the ranks that it was to join.\n"
+                          "Start the same program with the same options on the same kind of "
+                          "machine.");
+    }
+    throw PeerLostError(place, text::format("Rank {} does not fit, and is left out.\nSee what it "
+                                            "said.",
+                                            rank));
+  }
+  if (static_cast<int>(sources.size()) == world.size()) return shared;
+
+  const bool is_source = std::ranges::find(sources, world.rank()) != sources.end();
+  shared.was_behind = !is_source;
+  Json values;
+  Contents contents;
+  if (is_source) contents = contents_of_source(parts, values);
+  Json head;
+  if (world.rank() == sources.front()) {
+    head = {{"values", values}, {"counts", counts}, {"names", Json::array()}};
+    for (const NamedTensor& one : contents.tensors) head["names"].push_back(one.name);
+    for (const Part& part : parts) {
+      if (part.travels && part.marks.mark) head["marks"][part.name] = part.marks.get();
+    }
+  }
+  head = Json::parse(share_text(world, head.dump(), sources.front()));
+  do_together(world, "elastic", [&] {
+    if (is_source) return;
+    contents = contents_wanted(parts, head.at("values"),
+                               head.at("names").get<std::vector<std::string>>(),
+                               world.global_rank());
+    for (const Part& part : parts) {
+      if (part.travels && part.marks.mark) part.marks.set(head.at("marks").at(part.name));
+    }
+    shared.counts = head.at("counts").get<std::vector<std::int64_t>>();
+  });
+  shared.bytes = send(world, contents.tensors, sources);
+  if (!is_same_everywhere(world, hash_of(contents.tensors))) {
+    throw MismatchError(place,
+                        "The state that ranks were given is not that of the rank that has it.\n"
+                        "Look for faulty memory or a faulty network, and start the job again.");
+  }
+  if (!is_source) {
+    std::vector<at::Tensor> written;
+    for (const NamedTensor& one : contents.tensors) written.push_back(one.tensor);
+    mark_written(written);
+    for (const Wish& wish : contents.wishes) wish.finish();
+  }
+  return shared;
+}
+
+}  // namespace lockstep

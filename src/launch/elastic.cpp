@@ -1,0 +1,365 @@
+#include "launch/elastic.h"
+
+#include <lockstep/error.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+// A process that has run for so long is healthy: its place begins to count failures anew.
+constexpr auto kHealthy = std::chrono::minutes(1);
+
+// At once the first time: most failures are a machine's, not the program's.
+std::chrono::milliseconds back_off(int num_failures) {
+  if (num_failures <= 1) return std::chrono::seconds(0);
+  return std::chrono::seconds(std::min(30, 1 << std::min(num_failures - 2, 5)));
+}
+
+std::string count_of(int num_ranks) {
+  return text::format("{} rank{}", num_ranks, num_ranks == 1 ? "" : "s");
+}
+
+}  // namespace
+
+ElasticJob::ElasticJob(EventLoop& loop, const RunOptions& options, Callbacks callbacks)
+    : loop_(loop), options_(options), callbacks_(std::move(callbacks)) {}
+
+ElasticJob::~ElasticJob() { stop(); }
+
+void ElasticJob::stop() {
+  is_stopped_ = true;
+  for (const auto& [_, timer] : timers_) loop_.cancel(timer);
+  timers_.clear();
+}
+
+void ElasticJob::begin(int generation, const std::map<int, int>& ranks_of_hosts) {
+  stop();
+  is_stopped_ = false;
+  places_.clear();
+  told_.clear();
+  changes_.clear();
+  num_completed_ = 0;
+  std::vector<Seat> seats;
+  for (const auto& [host, num_ranks] : ranks_of_hosts) {
+    for (int place = 0; place < num_ranks; ++place) {
+      const auto number = static_cast<int>(seats.size());
+      places_[{host, place}] = {.number = number, .is_alive = true, .started = Clock::now()};
+      seats.emplace_back(host, place);
+    }
+  }
+  roster_.begin(generation, seats);
+  publish();
+}
+
+int ElasticJob::next_number() const {
+  int number = 0;
+  for (const auto& [_, place] : places_) number = std::max(number, place.number + 1);
+  return number;
+}
+
+void ElasticJob::add_host(int host, const std::string& name, int num_ranks) {
+  callbacks_.say(text::format("host {} ({}) has come, with {}", host, name, count_of(num_ranks)));
+  for (int place = 0; place < num_ranks; ++place) {
+    const auto [found, is_new] = places_.try_emplace(Seat{host, place});
+    if (is_new) found->second.number = next_number();
+    found->second.is_wanted = true;
+    found->second.num_failures = 0;
+    start_in({host, place});
+  }
+}
+
+bool ElasticJob::remove_host(int host, const std::string& why) {
+  if (!roster_.is_open()) return false;
+  const int generation = roster_.generation();
+  bool has_members = false;
+  std::vector<int> numbers;
+  told_.erase(host);
+  for (auto& [seat, place] : places_) {
+    if (seat.first != host) continue;
+    if (const auto timer = timers_.find(seat); timer != timers_.end()) {
+      loop_.cancel(timer->second);
+      timers_.erase(timer);
+    }
+    place.is_wanted = false;
+    const auto role = roster_.remove(seat);
+    has_members |= role == Roster::Role::kMember;
+    if (role == Roster::Role::kMember) numbers.push_back(place.number);
+  }
+  if (has_members) {
+    const std::string text = text::format("host {} was lost with rank {}: {}", host,
+                                          text::join(numbers, ", "), why);
+    note_loss(text);
+    callbacks_.revoke(generation, text);
+  }
+  const int left = roster_.num_members();
+  if (left == 0 && !is_complete_) return false;
+  publish();
+  close_if_complete();
+  return left >= options_.min_ranks || is_complete_;
+}
+
+void ElasticJob::drain_host(int host) {
+  for (auto& [seat, place] : places_) {
+    if (seat.first != host) continue;
+    place.is_wanted = false;
+    roster_.set_leaving(seat);
+  }
+  publish();
+}
+
+void ElasticJob::note_loss(const std::string& text) {
+  changes_.push_back(text);
+  const int left = roster_.num_members();
+  callbacks_.say(text::format("{}; {} {} on", text, count_of(left), left == 1 ? "goes" : "go"));
+}
+
+bool ElasticJob::on_end(int host, const SeatEnd& end) {
+  if (is_stopped_) return is_complete_;
+  const Seat seat{host, end.place};
+  const bool was_open = roster_.is_open();
+  const int generation = roster_.generation();
+  const bool is_ok = end.cause.code == 0;
+  const Roster::Role role = roster_.remove(seat);
+  places_[seat].is_alive = false;
+  switch (role) {
+    case Roster::Role::kNone:  // it has left, or was ended
+      close_if_drained(host);
+      return true;
+    case Roster::Role::kDone:
+      if (!is_ok) return false;
+      ++num_completed_;
+      close_if_complete();
+      return true;
+    case Roster::Role::kMember: {
+      if (!was_open || end.cause.code == kExitPreempted) return false;
+      const int left = roster_.num_members();
+      // Nobody has the state any more: only a checkpoint does.
+      if (left == 0) return false;
+      const std::string text =
+          text::format("rank {} {}", places_[seat].number, is_ok ? "has ended" : end.cause.text);
+      note_loss(text);
+      callbacks_.revoke(generation, text);
+      if (left < options_.min_ranks) {
+        StopCause cause = end.cause;
+        cause.advice = text::format("{} left, fewer than --min-ranks {}.{}{}", count_of(left),
+                                    options_.min_ranks, cause.advice.empty() ? "" : " ",
+                                    cause.advice);
+        callbacks_.fail(cause);
+        return true;
+      }
+      break;
+    }
+    case Roster::Role::kNewcomer:
+      if (!roster_.has_done() && !is_ok) {
+        callbacks_.say(text::format("rank {} {} before it could join", places_[seat].number,
+                                    end.cause.text));
+      }
+  }
+  if (is_ok) {
+    places_[seat].is_wanted = false;
+  } else {
+    replace(seat, end);
+  }
+  publish();
+  return true;
+}
+
+void ElasticJob::replace(Seat seat, const SeatEnd& end) {
+  Place& place = places_[seat];
+  if (!place.is_wanted || is_stopped_ || roster_.has_done()) return;
+  if (Clock::now() - place.started > kHealthy) place.num_failures = 0;
+  ++place.num_failures;
+  if (std::ranges::find(options_.fatal_codes, end.cause.code) != options_.fatal_codes.end()) {
+    place.is_wanted = false;
+    callbacks_.say(text::format("rank {} is not replaced: exit code {} is not retried (--no-replace)",
+                                place.number, end.cause.code));
+    return;
+  }
+  if (place.num_failures > options_.max_replacements) {
+    place.is_wanted = false;
+    callbacks_.say(text::format(
+        "rank {} is not replaced any more: it has failed {} times, each within {} s "
+        "(--max-replacements)",
+        place.number, place.num_failures, std::chrono::seconds(kHealthy).count()));
+    return;
+  }
+  const auto delay = back_off(place.num_failures);
+  if (delay.count() > 0) {
+    callbacks_.say(text::format("rank {} is replaced in {} s", place.number, delay.count() / 1000));
+  }
+  timers_[seat] = loop_.after(delay, [this, seat] {
+    timers_.erase(seat);
+    start_in(seat);
+  });
+}
+
+void ElasticJob::start_in(Seat seat) {
+  Place& place = places_[seat];
+  if (is_stopped_ || !place.is_wanted || roster_.has_done() || roster_.has(seat)) return;
+  place.started = Clock::now();
+  place.is_alive = true;
+  roster_.add(seat);
+  callbacks_.order(seat.first, {{"type", "seat"},
+                                {"do", "start"},
+                                {"place", seat.second},
+                                {"number", place.number},
+                                {"generation", roster_.generation()},
+                                {"logical", roster_.num_logical()}});
+}
+
+Json ElasticJob::answer(int host, int place, const Json& request) {
+  const Seat seat{host, place};
+  const std::string op = request.at("op");
+  if (op == "elastic_enter") {
+    const int num_logical = request.at("logical").get<int>();
+    roster_.enter(seat, num_logical);
+    publish();
+    return nullptr;
+  }
+  if (op == "elastic_done") {
+    roster_.set_done(seat);
+    end_newcomers();
+    return nullptr;
+  }
+  const int before = roster_.generation();
+  const Roster::Answer answer =
+      roster_.ask(seat, request.at("from").get<int>(), request.at("planned").get<bool>());
+  if (roster_.generation() != before) {
+    callbacks_.revoke(before, text::format("generation {} has ended", before));
+  }
+  publish();
+  using Kind = Roster::Answer::Kind;
+  Json reply = Json::array({static_cast<int>(answer.kind)});  // an object would be an error
+  if (answer.kind == Kind::kJoin) {
+    reply = Json::array({static_cast<int>(answer.kind), answer.generation, answer.rank, answer.size,
+                         changes_});
+    // All have been told what led to this generation once its first rank has: it says it.
+    if (answer.rank == 0) changes_.clear();
+  }
+  return reply;
+}
+
+// Every host's ranks read in memory which generation is wanted.
+void ElasticJob::publish() {
+  for (const auto& [seat, _] : places_) {
+    if (!roster_.has(seat)) continue;
+    int& told = told_.try_emplace(seat.first, -1).first->second;
+    if (told == roster_.wanted()) continue;
+    told = roster_.wanted();
+    callbacks_.order(seat.first, {{"type", "seat"}, {"do", "want"}, {"generation", told}});
+  }
+}
+
+void ElasticJob::end_newcomers() {
+  for (const Seat& seat : roster_.newcomers()) {
+    callbacks_.order(seat.first, {{"type", "seat"}, {"do", "end"}, {"place", seat.second}});
+  }
+}
+
+void ElasticJob::close_if_complete() {
+  if (is_complete_ || num_completed_ == 0 || !roster_.members().empty()) return;
+  is_complete_ = true;
+  stop();
+  std::vector<int> hosts;
+  for (const auto& [seat, _] : places_) {
+    if (hosts.empty() || hosts.back() != seat.first) hosts.push_back(seat.first);
+  }
+  for (const int host : hosts) callbacks_.order(host, {{"type", "seat"}, {"do", "close"}});
+}
+
+// All ranks of a host have left: its launcher may end.
+void ElasticJob::close_if_drained(int host) {
+  if (host == 0) return;
+  for (const auto& [seat, place] : places_) {
+    if (seat.first == host && (place.is_wanted || place.is_alive)) return;
+  }
+  callbacks_.order(host, {{"type", "seat"}, {"do", "close"}});
+}
+
+std::string ElasticJob::scale(int num_ranks) {
+  const auto refuse = [](const std::string& message) {
+    throw UsageError({.operation = "scale"}, message);
+  };
+  if (is_stopped_ || !roster_.is_open()) {
+    refuse("The job is not in its elastic part now.\nTry again when it trains.");
+  }
+  const int most = roster_.num_logical();
+  if (num_ranks < std::max(1, options_.min_ranks) || num_ranks > most) {
+    refuse(text::format("{} ranks were asked for.\nGive {} to {}: the job has {} logical ranks.",
+                        num_ranks, std::max(1, options_.min_ranks), most, most));
+  }
+  std::map<int, int> counts;  // of wanted seats, by host
+  for (const auto& [host, _] : told_) counts[host] = 0;
+  int total = 0;
+  for (const auto& [seat, place] : places_) {
+    if (!place.is_wanted || !told_.contains(seat.first)) continue;
+    ++counts[seat.first];
+    ++total;
+  }
+  const int before = total;
+  for (; total > num_ranks; --total) {  // from the host that has most, its last one
+    const auto host =
+        std::ranges::max_element(counts, {}, [](const auto& one) { return one.second; })->first;
+    auto last = places_.end();
+    for (auto at = places_.begin(); at != places_.end(); ++at) {
+      if (at->first.first == host && at->second.is_wanted) last = at;
+    }
+    last->second.is_wanted = false;
+    --counts[host];
+    roster_.set_leaving(last->first);
+  }
+  for (; total < num_ranks; ++total) {
+    const auto host =
+        std::ranges::min_element(counts, {}, [](const auto& one) { return one.second; })->first;
+    int at = 0;  // the first place without a process that is wanted
+    while (places_.contains({host, at}) && places_[{host, at}].is_wanted) ++at;
+    const auto [found, is_new] = places_.try_emplace(Seat{host, at});
+    if (is_new) found->second.number = next_number();
+    if (roster_.has(found->first)) {
+      refuse("Ranks are still leaving.\nTry again in a moment.");
+    }
+    found->second.is_wanted = true;
+    found->second.num_failures = 0;
+    ++counts[host];
+    start_in(found->first);
+  }
+  publish();
+  return text::format("from {} to {}", count_of(before), count_of(num_ranks));
+}
+
+std::string ElasticJob::drain(int number) {
+  const auto found = std::ranges::find_if(
+      places_, [&](const auto& one) { return one.second.number == number; });
+  if (found == places_.end() || !roster_.has(found->first) || is_stopped_) {
+    throw UsageError({.operation = "scale"},
+                     text::format("There is no rank {} now.\nGive a number that the job's output "
+                                  "shows.",
+                                  number));
+  }
+  if (roster_.num_members() <= std::max(1, options_.min_ranks)) {
+    throw UsageError({.operation = "scale"},
+                     "Too few ranks would be left.\nStop the job, or lower --min-ranks.");
+  }
+  found->second.is_wanted = false;
+  roster_.set_leaving(found->first);
+  publish();
+  return text::format("rank {} leaves at the end of a step", number);
+}
+
+Json ElasticJob::describe() const {
+  Json ranks = Json::array();
+  for (const auto& [seat, place] : places_) {
+    if (!roster_.has(seat)) continue;
+    ranks.push_back({{"number", place.number},
+                     {"host", seat.first},
+                     {"rank", roster_.rank_of(seat)},
+                     {"is_leaving", roster_.is_leaving(seat)}});
+  }
+  return {{"generation", roster_.generation()}, {"ranks", ranks}};
+}
+
+}  // namespace lockstep

@@ -1,0 +1,91 @@
+// ElasticJob: what the coordinator does when ranks of an elastic job are lost, come, or are to
+// leave: survivors form the next generation (roster.h), the dead are replaced, with a back-off and
+// a limit, and seats are added or taken away on request.
+//
+// Launchers of hosts get orders: start a process in a seat, end one, tell ranks that a change is
+// wanted, close. Threading: the event loop's.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/json.h"
+#include "launch/event_loop.h"
+#include "launch/job.h"
+#include "launch/roster.h"
+#include "launch/run_options.h"
+
+namespace lockstep {
+
+class ElasticJob {
+ public:
+  struct Callbacks {
+    std::function<void(int host, const Json& order)> order;  // to the launcher of a host
+    // The store of a generation is of no use any more: waits there end with this reason.
+    std::function<void(int generation, const std::string& why)> revoke;
+    std::function<void(const StopCause&)> fail;  // the job cannot go on
+    std::function<void(const std::string&)> say;
+  };
+  ElasticJob(EventLoop& loop, const RunOptions& options, Callbacks callbacks);
+  ~ElasticJob();
+  ElasticJob(const ElasticJob&) = delete;
+  ElasticJob& operator=(const ElasticJob&) = delete;
+
+  // All ranks start together: so many on each host.
+  void begin(int generation, const std::map<int, int>& ranks_of_hosts);
+  // A host has come to a job that runs: ranks are started there.
+  void add_host(int host, const std::string& name, int num_ranks);
+  // A host is gone, with all its processes. False if nobody is left who could go on.
+  bool remove_host(int host, const std::string& why);
+  void drain_host(int host);  // its ranks leave at the end of a step
+
+  // False: the job fails, as any job does.
+  bool on_end(int host, const SeatEnd& end);
+  Json answer(int host, int place, const Json& request);
+
+  // To so many ranks in all. Returns what is done; throws UsageError.
+  std::string scale(int num_ranks);
+  std::string drain(int number);  // a rank, by the number that its output shows
+  Json describe() const;
+  void stop();  // nobody is replaced any more
+
+  bool is_open() const { return roster_.is_open(); }
+  bool is_complete() const { return is_complete_; }
+
+ private:
+  using Clock = EventLoop::Clock;
+  using Seat = Roster::Seat;
+
+  struct Place {
+    int number = 0;        // what its output shows
+    bool is_wanted = true;  // if its process dies, another is started
+    bool is_alive = false;  // there is a process
+    int num_failures = 0;  // one after the other
+    Clock::time_point started = {};
+  };
+
+  void start_in(Seat seat);
+  void replace(Seat seat, const SeatEnd& end);
+  void note_loss(const std::string& text);
+  void publish();
+  void end_newcomers();
+  void close_if_complete();
+  void close_if_drained(int host);
+  int next_number() const;
+
+  EventLoop& loop_;
+  const RunOptions& options_;
+  const Callbacks callbacks_;
+  Roster roster_;
+  std::map<Seat, Place> places_;
+  std::map<Seat, EventLoop::Timer> timers_;  // until a process is started there
+  std::map<int, int> told_;                  // by host: the generation that is wanted, as it knows
+  std::vector<std::string> changes_;  // since the last generation, a line each
+  int num_completed_ = 0;
+  bool is_stopped_ = false;
+  bool is_complete_ = false;
+};
+
+}  // namespace lockstep

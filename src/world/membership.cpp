@@ -1,0 +1,76 @@
+#include "world/membership.h"
+
+#include <lockstep/error.h>
+
+#include <nlohmann/json.hpp>
+#include <thread>
+#include <utility>
+
+#include "base/text.h"
+#include "world/translate.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A rank may learn of a death before the launcher does: through an engine between hosts by seconds.
+constexpr auto kNoticeGrace = std::chrono::seconds(10);
+constexpr auto kQuickly = std::chrono::milliseconds(300);  // most generations are formed in this
+
+Json ask(c10d::Store& line, const Json& question) try {
+  return dynamic_cast<LauncherStore&>(line).ask(question);
+} catch (const std::exception& error) {
+  throw PeerLostError({.operation = "elastic"},
+                      text::format("The launcher of this host does not answer: {}\nSee what it "
+                                   "said last.",
+                                   first_line(error.what())));
+}
+
+}  // namespace
+
+Membership::Membership(c10::intrusive_ptr<c10d::Store> line, int notice_fd, JoinOptions options,
+                       Placement placement)
+    : line_(std::move(line)),
+      notice_(notice_fd),
+      options_(std::move(options)),
+      placement_(std::move(placement)) {}
+
+void Membership::enter(int num_logical) {
+  ask(*line_, {{"op", "elastic_enter"}, {"logical", num_logical}});
+}
+
+void Membership::finish() { ask(*line_, {{"op", "elastic_done"}}); }
+
+NextGeneration Membership::wait_for_next(int from, bool is_planned) {
+  const auto began = Clock::now();
+  while (true) {
+    const Json answer =
+        ask(*line_, {{"op", "elastic_next"}, {"from", from}, {"planned", is_planned}});
+    const auto kind = static_cast<NextKind>(answer.at(0).get<int>());
+    const auto waited = Clock::now() - began;
+    if (kind == NextKind::kJoin) {
+      return {.kind = kind,
+              .number = answer.at(1),
+              .rank = answer.at(2),
+              .size = answer.at(3),
+              .changes = answer.at(4)};
+    }
+    if (kind == NextKind::kLeave || (kind == NextKind::kIntact && waited > kNoticeGrace)) {
+      return {.kind = kind};
+    }
+    // A newcomer may wait for long: the others admit it at the end of a step.
+    if (from >= 0 && waited > options_.timeout) {
+      throw TimeoutError(
+          {.operation = "elastic"},
+          text::format("A rank was lost, and after {:.0f} s not all others have come to form the "
+                       "next generation.\nLook for a rank that hangs, or raise "
+                       "JoinOptions::timeout.",
+                       std::chrono::duration<double>(waited).count()));
+    }
+    std::this_thread::sleep_for(waited < kQuickly ? std::chrono::milliseconds(1)
+                                                  : std::chrono::milliseconds(10));
+  }
+}
+
+}  // namespace lockstep
