@@ -95,7 +95,9 @@ class LOCKSTEP_API World {
   void set_seed(std::uint64_t seed) const;
   const std::string& host() const;
   const std::vector<Member>& members() const;  // by rank
-  // In an elastic job (lockstep/elastic.h): how often its ranks have changed.
+  // Whether ranks may be lost and replaced (lockstep/elastic.h).
+  bool is_elastic() const;
+  // In an elastic job: how often its ranks have changed.
   int generation() const;
   // This process replaces a lost rank of an elastic job, and the others have not taken it in yet: it
   // is alone until Elastic::run().

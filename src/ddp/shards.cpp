@@ -241,14 +241,33 @@ void Shards::begin_update(std::size_t num_pieces, std::uint64_t hash,
                           const std::exception_ptr& failure) {
   check_usable();
   ++num_updates_;
-  is_completed_ = false;
+  is_completed_ = needs_repair_ = false;
   // Nobody claims: all have ended the last update.
   if (ranks_.rank() == 0) record_->claims.begin(num_updates_, num_pieces);
   num_pieces_ = num_pieces;
   agree(hash, lines, failure);
 }
 
-void Shards::run_update(const std::function<void(int, std::size_t)>& write) {
+void Shards::keep_journal(std::size_t num_pieces, std::size_t piece_bytes) {
+  if (!ranks_.is_elastic()) return;
+  const int num_lanes = std::min(at::get_num_threads(), shm::Claims::kLanes);
+  shm::Journal::Size size{ranks_.size(), num_lanes, num_pieces, piece_bytes};
+  if (journal_) {
+    const auto& now = journal_->size();
+    if (now.num_pieces >= num_pieces && now.piece_bytes >= piece_bytes &&
+        now.num_lanes == num_lanes) {
+      return;
+    }
+    size.num_pieces = std::max(num_pieces, now.num_pieces);
+    size.piece_bytes = std::max(piece_bytes, now.piece_bytes);
+  }
+  journal_memory_ =
+      allocate_on_host(ranks_, static_cast<std::int64_t>(shm::Journal::bytes_for(size)), at::kByte);
+  journal_.emplace(static_cast<std::byte*>(journal_memory_.mutable_data_ptr()), ranks_.rank(),
+                   size);
+}
+
+void Shards::run_update(const Writing& writing) {
   if (!record_->claims.start(num_updates_))
     return;  // end_update() finds the rank that is lost, too
   const int num_lanes = std::min(at::get_num_threads(), shm::Claims::kLanes);
@@ -256,7 +275,11 @@ void Shards::run_update(const std::function<void(int, std::size_t)>& write) {
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below;  // end_update() tells autograd
     for (auto lane = static_cast<int>(begin); lane < static_cast<int>(end); ++lane) {
-      while (const auto piece = record_->claims.next(num_updates_, lane)) write(lane, *piece);
+      while (const auto piece = record_->claims.next(num_updates_, lane)) {
+        if (journal_) journal_->save(lane, num_updates_, *piece, writing.runs(*piece));
+        writing.write(lane, *piece);
+        if (journal_) journal_->set_done(lane, num_updates_, *piece);
+      }
     }
   });
 }
@@ -308,6 +331,7 @@ void Shards::explain(std::exception_ptr error) {
 // Who lives finishes what it writes, and takes all pieces that are left.
 std::string Shards::what_became() {
   if (record_->claims.give_up(num_updates_)) return "The parameters are those before this step.";
+  if (journal_) return look_into_journal();
   // Claims first: a lane says that it writes before it claims.
   const auto is_complete = [&] {
     const bool are_all_claimed = record_->claims.num_claimed(num_updates_) == num_pieces_;
@@ -335,6 +359,65 @@ std::string Shards::what_became() {
   }
   record_->claims.set_torn();
   return "A rank was writing parameters, and what it wrote is half done: go on from a checkpoint.";
+}
+
+bool Shards::is_lost(int rank) const {
+  const Member& its = ranks_.members()[static_cast<std::size_t>(rank)];
+  return !is_alive({.pid = its.pid, .start_time = its.start_time});
+}
+
+bool Shards::is_living_writing() const {
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    if (record_->claims.is_writing(rank) && !is_lost(rank)) return true;
+  }
+  return false;
+}
+
+// Who lives finishes what it writes, and takes no more.
+std::string Shards::look_into_journal() {
+  record_->claims.close(num_updates_);
+  const auto deadline = std::chrono::steady_clock::now() + kSettle;
+  while (is_living_writing()) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      record_->claims.set_torn();
+      return "A rank does not end to write parameters: go on from a checkpoint.";
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  is_completed_ = journal_->are_done(num_updates_, num_pieces_);
+  needs_repair_ = !is_completed_;
+  return is_completed_ ? "The parameters are those after this step."
+                       : "A rank was writing parameters: others do it again.";
+}
+
+void Shards::repair(const Writing& writing) {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto deadline = std::chrono::steady_clock::now() + kSettle;
+  while (!journal_->are_done(num_updates_, num_pieces_)) {
+    int first = 0;  // that lives: it may die, too
+    while (first < ranks_.rank() && is_lost(first)) ++first;
+    if (first == ranks_.rank() && !is_living_writing()) {
+      for (std::size_t piece = 0; piece < num_pieces_; ++piece) {
+        if (journal_->is_done(num_updates_, piece)) continue;
+        journal_->repair(
+            0, num_updates_, piece, writing.runs(piece), [this](int rank) { return is_lost(rank); },
+            [&] { writing.write(0, piece); });
+      }
+      break;
+    }
+    if (std::chrono::steady_clock::now() > deadline) {
+      record_->claims.set_torn();
+      throw TimeoutError({.rank = ranks_.global_rank(), .peer = ranks_.global_rank(first),
+                          .operation = "optimizer step"},
+                         text::format("Rank {} has not repaired the parameters that a lost rank was "
+                                      "writing.\nGo on from a checkpoint.",
+                                      ranks_.global_rank(first)));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  needs_repair_ = false;
+  is_completed_ = true;
 }
 
 void Shards::change_parameters(const std::function<void()>& change) {

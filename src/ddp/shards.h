@@ -21,6 +21,7 @@
 
 #include "ddp/sharing.h"
 #include "shm/claims.h"
+#include "shm/journal.h"
 
 namespace lockstep {
 
@@ -80,8 +81,17 @@ class Shards final : public Sharing {
   void begin_update(std::size_t num_pieces, std::uint64_t hash,
                     const std::function<std::vector<std::string>()>& lines,
                     const std::exception_ptr& failure = nullptr);
-  // Takes pieces until all are taken: `write(lane, piece)` on several threads.
-  void run_update(const std::function<void(int lane, std::size_t piece)>& write);
+  // How a piece is written, and which memory it has.
+  struct Writing {
+    std::function<void(int lane, std::size_t piece)> write;
+    std::function<shm::Journal::Runs(std::size_t piece)> runs;
+  };
+  // In an elastic job, what a lost rank has begun is done again by another: from now on pieces, of
+  // so many bytes at most, are kept until they are written. Collective on the host if they are more
+  // or larger than before.
+  void keep_journal(std::size_t num_pieces, std::size_t piece_bytes);
+  // Takes pieces until all are taken: writes on several threads.
+  void run_update(const Writing& writing);
   // All have ended. `failure` is this rank's: then all ranks throw, and what of `written`, which
   // are slots, was begun is torn. Autograd refuses graphs from before for them. Throws:
   // PeerLostError, TimeoutError that say what became of the parameters.
@@ -91,6 +101,10 @@ class Shards final : public Sharing {
   void note_updated(const std::vector<std::size_t>& written);
   // The last update ended by an error, and is complete all the same.
   bool is_completed_by_others() const { return is_completed_; }
+  // It is not, and can be completed: by one rank, while the others wait in the same call. All ranks
+  // of the host that live call it.
+  bool needs_repair() const { return needs_repair_; }
+  void repair(const Writing& writing);
 
   // Runs `change` on one rank of the host while the others wait. Collective on the host. Throws on
   // all what it throws.
@@ -140,6 +154,9 @@ class Shards final : public Sharing {
   static at::Tensor view(const at::Tensor& memory, const Slot& slot);
   [[noreturn]] void explain(std::exception_ptr error) override;
   std::string what_became();
+  std::string look_into_journal();
+  bool is_lost(int rank) const;
+  bool is_living_writing() const;
 
   pid_t process_ = 0;
   std::vector<Slot> trained_;
@@ -150,6 +167,9 @@ class Shards final : public Sharing {
   std::shared_ptr<Record> record_;  // who has the memory of a parameter has this, too
   std::size_t num_pieces_ = 0;
   bool is_completed_ = false;
+  bool needs_repair_ = false;
+  at::Tensor journal_memory_;
+  std::optional<shm::Journal> journal_;  // in an elastic job
 };
 
 }  // namespace lockstep

@@ -41,7 +41,7 @@ struct Elastic::Impl {
   explicit Impl(Checkpointer& checkpoints, std::int64_t its_steps)
       : kept(*checkpoints.impl_), world(kept.world), steps(its_steps) {}
 
-  bool is_elastic() const { return world.membership() != nullptr; }
+  bool is_elastic() const { return world.is_elastic(); }
   void check() const;
   std::uint64_t layout() const;
   void mark();

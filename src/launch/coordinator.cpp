@@ -119,6 +119,12 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   } else {
     hello = message.get<Hello>();
     problem = find_conflict(self_, hello, options_.may_programs_differ);
+    const auto before = members_.find(hello.host_rank);
+    if (problem.empty() && elastic_ && before != members_.end() && before->second.connection &&
+        before->second.name == hello.host) {
+      on_lost(hello.host_rank, "it has come back");  // before its silence was noticed
+      if (is_finished_ || cause_) problem = "the job ends";
+    }
     if (problem.empty() && members_.contains(hello.host_rank)) {
       problem = text::format("there is a host {} already, {}: give each host a rank of its own",
                              hello.host_rank, members_[hello.host_rank].name);

@@ -32,7 +32,8 @@ Hello hello_of(const RunOptions& options) {
           .job_id = options.job_id,
           .program = options.command.front(),
           .program_hash = hash_of_program(options.program_path),
-          .arguments = {options.command.begin() + 1, options.command.end()}};
+          .arguments = {options.command.begin() + 1, options.command.end()},
+          .is_elastic = options.is_elastic};
 }
 
 std::string scheduler_job_id(const Environment& environment) {
@@ -67,6 +68,11 @@ std::string find_conflict(const Hello& first, const Hello& host, bool may_progra
     return text::format(
         "host {} was started with --hosts {}, host 0 with --hosts {}: give all the same number",
         host.host_rank, host.num_hosts, first.num_hosts);
+  }
+  if (host.is_elastic != first.is_elastic) {
+    return text::format("host {} was started {} --elastic, host 0 {} it: start all alike",
+                        host.host_rank, host.is_elastic ? "with" : "without",
+                        first.is_elastic ? "with" : "without");
   }
   if (host.host_rank < 1 || host.host_rank >= first.num_hosts) {
     return text::format("--host-rank {} is not in 1 to {}", host.host_rank, first.num_hosts - 1);

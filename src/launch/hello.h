@@ -20,9 +20,10 @@ struct Hello {
   std::string program = {};       // as it was typed
   std::string program_hash = {};  // of its file; empty: it may be run, but not read
   std::vector<std::string> arguments = {};
+  bool is_elastic = false;
 };
 LOCKSTEP_JSON_FIELDS(Hello, host_rank, num_hosts, num_ranks, host, job_id, program, program_hash,
-                     arguments)
+                     arguments, is_elastic)
 
 // Reads the program's file.
 Hello hello_of(const RunOptions& options);

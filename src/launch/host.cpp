@@ -148,6 +148,7 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
   Rank rank;
   rank.number = number;
   rank.began = Clock::now();
+  rank.is_newcomer = is_newcomer;
   Command command;
   command.arguments = options_.command;
   command.variables = place_variables(options_, generation_, local_rank, master_port_);
@@ -281,7 +282,8 @@ void Host::look_at_exec(Rank& rank) {
   try {
     wait_for_exec(outcome, options_.command.front());
   } catch (const Error& error) {
-    report_bad_start(error.message());
+    if (!rank.is_newcomer) return report_bad_start(error.message());
+    output_.say(text::format("rank {}: {}", rank.number, error.message()));  // it ends, too
   }
 }
 

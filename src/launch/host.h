@@ -48,6 +48,7 @@ class Host {
     Fd exec = {};                       // its outcome, until that is known
     std::shared_ptr<Connection> store;  // with several hosts, and of an elastic job
     std::optional<ExitStatus> end = {};
+    bool is_newcomer = false;
     bool is_lost = false;  // and the job goes on
     Clock::time_point began = {};
   };

@@ -107,7 +107,8 @@ void RemoteLeader::on_message(const Json& message) {
   } else if (type == "refused") {
     fail("was refused: " + message.at("reason").get<std::string>(), 2);
   } else if (type == "lost") {
-    fail("was given up by host 0: " + message.at("reason").get<std::string>(), 1, kHeldUpAdvice);
+    fail("was given up by host 0: " + message.at("reason").get<std::string>(),
+         options_.is_elastic ? kExitPreempted : 1, kHeldUpAdvice);
   }
 }
 
@@ -123,8 +124,10 @@ void RemoteLeader::on_lost(const std::string& reason) {
         1, "Check --master, and give all hosts the same secret.");
   }
   if (!has_joined_) return;  // look_around tries again
+  // Of an elastic job the exit code says to schedulers: start it again.
   fail(text::format("lost host 0 at {}:{}: {}", options_.master_host, options_.master_port, reason),
-       1, "Without host 0, which decides for all, the job ends here.");
+       options_.is_elastic ? kExitPreempted : 1,
+       "Without host 0, which decides for all, the job ends here.");
 }
 
 // Without host 0 nobody decides: the ranks here stop, then this launcher ends.

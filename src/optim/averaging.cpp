@@ -130,6 +130,24 @@ void WeightAverage::update_shared(const std::vector<std::size_t>& places, double
                    masters_ == nullptr ? "" : ", of master weights");
   shards->begin_update(pieces.size(), hash_bytes(what.data(), what.size()),
                        [&] { return std::vector<std::string>{what}; });
+  const Shards::Writing writing{
+      .write =
+          [&](int, std::size_t index) {
+            const auto& [i, piece] = pieces[index];
+            const at::Tensor average = piece.of(averages_[i].tensor);
+            const at::Tensor weights = piece.of(weights_of(sources_[i])).to(average.scalar_type());
+            if (num_updates_ == 0) {
+              average.copy_(weights);
+            } else {
+              at::_foreach_lerp_({average}, {weights}, share);
+            }
+          },
+      .runs =
+          [&](std::size_t index) -> shm::Journal::Runs {
+        const auto& [i, piece] = pieces[index];
+        const at::Tensor average = piece.of(averages_[i].tensor);
+        return {{static_cast<std::byte*>(average.mutable_data_ptr()), average.nbytes()}};
+      }};
   std::exception_ptr failure;
   try {
     for (const std::size_t i : mine) {
@@ -141,16 +159,8 @@ void WeightAverage::update_shared(const std::vector<std::size_t>& places, double
       average = place;
     }
     shards->host().barrier();
-    shards->run_update([&](int, std::size_t index) {
-      const auto& [i, piece] = pieces[index];
-      const at::Tensor average = piece.of(averages_[i].tensor);
-      const at::Tensor weights = piece.of(weights_of(sources_[i])).to(average.scalar_type());
-      if (num_updates_ == 0) {
-        average.copy_(weights);
-      } else {
-        at::_foreach_lerp_({average}, {weights}, share);
-      }
-    });
+    shards->keep_journal(pieces.size(), Shards::kPieceElements * sizeof(double));
+    shards->run_update(writing);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -158,7 +168,10 @@ void WeightAverage::update_shared(const std::vector<std::size_t>& places, double
     shards->end_update(failure, {});
   } catch (...) {
     // A rank was lost, and the others have done what it had to do.
-    if (shards->is_completed_by_others() && others.empty()) ++num_updates_;
+    if (shards->needs_repair()) shards->repair(writing);
+    const bool is_done = shards->is_completed_by_others() && others.empty();
+    if (is_done && shards->host().is_elastic()) return;
+    if (is_done) ++num_updates_;
     throw;
   }
   if (!others.empty()) update_shared(others, share);

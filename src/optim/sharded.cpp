@@ -118,26 +118,63 @@ class ShardedStep::Impl {
     const std::vector<Piece> pieces = cut_pieces(model);
     const auto lines = [&] { return describe<Kind>(optimizer, model); };
     const std::vector<std::size_t> written = slots_of(model);
+    const Shards::Writing writing{
+        .write =
+            [&](int lane, std::size_t piece) {
+              update<Kind>(optimizer, lanes_.at(static_cast<std::size_t>(lane)), pieces[piece]);
+            },
+        .runs = [&](std::size_t piece) { return runs_of(pieces[piece]); }};
     try {
       model.shards->begin_update(pieces.size(), hash_of<Kind>(optimizer, model), lines,
                                  model.failure);
       std::exception_ptr failure;
       try {
         place_states<Kind>(optimizer, model);
-        model.shards->run_update([&](int lane, std::size_t piece) {
-          update<Kind>(optimizer, lanes_[static_cast<std::size_t>(lane)], pieces[piece]);
-        });
+        if (model.shards->host().is_elastic()) {
+          model.shards->keep_journal(pieces.size(), bytes_of_largest(pieces));
+        }
+        model.shards->run_update(writing);
       } catch (...) {
         failure = std::current_exception();
         lanes_.clear();  // what they are about to update is not known
       }
       model.shards->end_update(failure, written);
     } catch (...) {
-      if (model.shards->is_completed_by_others()) complete<Kind>(optimizer, model, written);
+      if (model.shards->needs_repair()) {
+        place_states<Kind>(optimizer, model);
+        model.shards->repair(writing);
+      }
+      if (model.shards->is_completed_by_others()) {
+        complete<Kind>(optimizer, model, written);
+        // The step counts. That a rank is lost shows in the next collective.
+        if (model.shards->host().is_elastic() && !model.shards->is_torn()) return;
+      }
       throw;
     }
     model.shards->drop_gradients(written);
     take_states<Kind>(optimizer, model);
+  }
+
+  // All memory that an update of the piece writes, in an order that is the same on all ranks.
+  static shm::Journal::Runs runs_of(const Piece& piece) {
+    shm::Journal::Runs runs;
+    const auto add = [&](const at::Tensor& one) {
+      runs.push_back({static_cast<std::byte*>(one.mutable_data_ptr()), one.nbytes()});
+    };
+    for (const Part& part : piece) {
+      add(part.of(part.use->parameter));
+      for (const auto& [_, state] : part.use->states) add(part.of_state(state));
+    }
+    return runs;
+  }
+  static std::size_t bytes_of_largest(const std::vector<Piece>& pieces) {
+    std::size_t largest = 0;
+    for (const Piece& piece : pieces) {
+      std::size_t bytes = 0;
+      for (const shm::Journal::Run& run : runs_of(piece)) bytes += run.bytes;
+      largest = std::max(largest, bytes);
+    }
+    return largest;
   }
 
   template <typename Kind>

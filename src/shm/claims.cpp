@@ -37,7 +37,8 @@ std::optional<std::size_t> Claims::next(std::uint64_t update, int lane) {
   std::atomic<bool>& is_writing = ranks_[rank_].is_writing[lane];
   // Set before a piece is claimed: who dies in between is thought to have torn one.
   is_writing.store(true);
-  for (int i = 0; i < num_ranks_; ++i) {
+  const bool is_closed = shared_->closed.load() == update;
+  for (int i = is_closed ? num_ranks_ : 0; i < num_ranks_; ++i) {
     const int owner = (rank_ + i) % num_ranks_;
     const std::size_t first = first_of(update, owner);
     const std::size_t count = first_of(update, owner + 1) - first;

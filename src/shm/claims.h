@@ -29,8 +29,11 @@ class Claims {
   // or one that gives up because it has lost another.
   bool start(std::uint64_t update) { return decide(update, true); }      // whether it happens
   bool give_up(std::uint64_t update) { return !decide(update, false); }  // whether it does not
-  // The next piece for this lane, which has finished the one before. Nothing: all are claimed.
+  // The next piece for this lane, which has finished the one before. Nothing: all are claimed, or
+  // the update is closed.
   std::optional<std::size_t> next(std::uint64_t update, int lane);
+  // Nobody claims any more. Who has claimed before still says that it writes.
+  void close(std::uint64_t update) { shared_->closed.store(update); }
 
   // Whether a lane of that rank writes, or has died while it did.
   bool is_writing(int rank) const;
@@ -43,6 +46,7 @@ class Claims {
   struct alignas(64) Shared {
     std::atomic<std::uint64_t> num_pieces[2];  // of even and odd updates
     std::atomic<std::uint64_t> decision;       // 2 * update, and 1 if it happens
+    std::atomic<std::uint64_t> closed;  // the update that is
     std::atomic<bool> is_torn;
   };
   struct alignas(64) OfRank {

@@ -38,6 +38,8 @@ World World::derive(Derived part) const {
   state->engine = state_->engine;
   state->num_logical = part.num_logical;
   state->seed = state_->seed;
+  state->generation = state_->generation;
+  state->membership = state_->membership;
   state->local_rank = part.local_rank;
   state->local_size = part.local_size;
   state->store = c10::make_intrusive<c10d::PrefixStore>(part.key, state_->store);

@@ -22,6 +22,7 @@ std::uint64_t World::seed() const { return *state_->seed; }
 void World::set_seed(std::uint64_t seed) const { *state_->seed = seed; }
 const std::string& World::host() const { return state_->self().host; }
 const std::vector<Member>& World::members() const { return state_->members; }
+bool World::is_elastic() const { return state_->membership != nullptr; }
 int World::generation() const { return state_->generation; }
 bool World::is_waiting() const { return state_->is_waiting; }
 const std::shared_ptr<Membership>& World::membership() const { return state_->membership; }
