@@ -12,16 +12,37 @@ if(NOT OpenSSL_FOUND OR NOT CLI11_FOUND)
   message(FATAL_ERROR "The launcher needs OpenSSL 3 and CLI11: install libssl-dev and libcli11-dev, "
                       "or switch it off with -DLOCKSTEP_BUILD_LAUNCHER=OFF.")
 endif()
+# The HTTP client for etcd. Debian compiles it into a library, and its classes have other sizes with
+# other features: these are the library's. Elsewhere it is a header alone.
+find_path(LOCKSTEP_HTTPLIB_INCLUDE_DIR httplib.h)
+find_library(LOCKSTEP_HTTPLIB_LIBRARY cpp-httplib)
+if(NOT LOCKSTEP_HTTPLIB_INCLUDE_DIR)
+  message(FATAL_ERROR "httplib.h was not found: install libcpp-httplib-dev, set LOCKSTEP_HTTPLIB_INCLUDE_DIR, "
+                      "or switch the launcher off with -DLOCKSTEP_BUILD_LAUNCHER=OFF.")
+endif()
+set(httplib_features CPPHTTPLIB_OPENSSL_SUPPORT)
+if(LOCKSTEP_HTTPLIB_LIBRARY)
+  list(APPEND httplib_features CPPHTTPLIB_ZLIB_SUPPORT CPPHTTPLIB_BROTLI_SUPPORT)
+else()
+  set(LOCKSTEP_HTTPLIB_LIBRARY "")
+endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args cbor connection coordinator cores doctor door elastic event_loop gpus guard hello host inspect
-        key_value output remote_leader roster run run_log tls verify writer)
+foreach(source args cbor connection coordinator cores doctor door elastic election etcd event_loop gpus guard hello
+        host inspect key_value output remote_leader roster run run_log tls verify writer)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)
 target_compile_options(lockstep_launcher PRIVATE $<$<CONFIG:Release>:-O1>)  # it waits; JSON compiles for long
 target_link_libraries(lockstep_launcher PUBLIC lockstep_launch lockstep_archive lockstep_base OpenSSL::SSL
-                      nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11 ${CMAKE_DL_LIBS})
+                      nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11 ${LOCKSTEP_HTTPLIB_LIBRARY} OpenSSL::Crypto
+                      ${CMAKE_DL_LIBS})
+# Alone: only this file sees httplib and its definitions.
+set_source_files_properties(src/launch/etcd.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON
+                            COMPILE_DEFINITIONS "${httplib_features}")
+if(NOT LOCKSTEP_HTTPLIB_INCLUDE_DIR IN_LIST CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES)
+  set_property(SOURCE src/launch/etcd.cpp PROPERTY INCLUDE_DIRECTORIES ${LOCKSTEP_HTTPLIB_INCLUDE_DIR})
+endif()
 # What `lockstep doctor` says of this build.
 get_property(table GLOBAL PROPERTY LOCKSTEP_ENGINE_TABLE)
 set(engines shm solo)

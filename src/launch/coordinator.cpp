@@ -306,6 +306,7 @@ bool Coordinator::lose_host(int host_rank, const std::string& reason) {
 
 // A host that has not heard of this one for too long is on its own now.
 void Coordinator::on_given_up(int host_rank, const std::string& reason) {
+  if (elastic_ && elastic_->is_open()) return on_lost(host_rank, "it gave up host 0: " + reason);
   report({.host_rank = 0,
           .host = self_.host,
           .text = text::format("was given up by host {} ({}): {}", host_rank,

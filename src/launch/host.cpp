@@ -468,7 +468,8 @@ void Host::interrupt(int signal) {
       {.host_rank = options_.host_rank,
        .host = host_name(),
        .text = text::format("was told to stop by signal {} ({})", signal, ::strsignal(signal)),
-       .code = 128 + signal,
+       // Schedulers start an elastic job again that has lost its first host.
+       .code = options_.is_elastic && signal == SIGKILL ? kExitPreempted : 128 + signal,
        .signal = signal,
        .is_interrupt = true,
        .may_restart = false});

@@ -146,6 +146,14 @@ void RemoteLeader::fail(const std::string& text, int code, const std::string& ad
 }
 
 void RemoteLeader::report(const StopCause& cause) {
+  // Who kills the launcher of a host of an elastic job kills that host alone.
+  if (options_.is_elastic && cause.is_interrupt && cause.signal == SIGKILL && has_joined_) {
+    lost_ = cause;
+    host_.stop(cause);
+    connection_->close();
+    if (!is_running_) host_.finish(lost_);
+    return;
+  }
   // At once, whatever host 0 says; but a rank that is blamed, perhaps one of these, may end first.
   if (cause.blamed_rank < 0) host_.stop(cause);
   if (lost_) return;

@@ -2,6 +2,7 @@
 
 #include <lockstep/error.h>
 
+#include <nlohmann/json.hpp>
 #include <string_view>
 
 #include "base/printable.h"
