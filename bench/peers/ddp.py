@@ -232,4 +232,5 @@ def main():
     os._exit(0)  # the interpreter's end now and then aborts in a thread of torch's; it is not measured
 
 
-main()
+if __name__ == "__main__":  # peers/recover.py takes the models from here
+    main()
