@@ -140,6 +140,22 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
                    "Two logs of lockstep run --hash-every, or two checkpoints or folders of them")
       ->required()
       ->expected(2);
+  CLI::App* const scale = app->add_subcommand(
+      "scale",
+      "Change the number of ranks of a running elastic job, at the end of a step;\nwithout options "
+      "say what it has.");
+  scale
+      ->add_option("job", invocation.job,
+                   "Its --job-id, or the process id of its launcher on the first host")
+      ->required();
+  CLI::Option* const ranks =
+      scale->add_option("-n,--ranks", invocation.ranks, "Ranks that it is to have, on all hosts")
+          ->check(CLI::PositiveNumber);
+  scale
+      ->add_option("--leave", invocation.leave,
+                   "A rank that is to leave, by the number that the job's output shows")
+      ->check(CLI::NonNegativeNumber)
+      ->excludes(ranks);
   app->add_subcommand("secret", "Make a secret for the launchers of several hosts.")
       ->add_option("file", invocation.paths, "A new file for it; without it, it is printed")
       ->expected(0, 1);
@@ -354,12 +370,14 @@ Invocation parse_arguments(const std::vector<std::string>& arguments) {
     invocation.verb = Invocation::Verb::kInspect;
   } else if (app->got_subcommand("verify")) {
     invocation.verb = Invocation::Verb::kVerify;
+  } else if (app->got_subcommand("scale")) {
+    invocation.verb = Invocation::Verb::kScale;
   } else if (app->got_subcommand("secret")) {
     invocation.verb = Invocation::Verb::kSecret;
   } else if (app->got_subcommand("completion")) {
     invocation.text = completion(*app);
   } else {
-    throw BadArguments("say what to do: run, inspect, verify, doctor, secret or completion");
+    throw BadArguments("say what to do: run, scale, inspect, verify, doctor, secret or completion");
   }
   return invocation;
 }

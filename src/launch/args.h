@@ -16,11 +16,14 @@ struct BadArguments : std::runtime_error {
 };
 
 struct Invocation {
-  enum class Verb { kRun, kDoctor, kInspect, kVerify, kSecret, kPrint };
+  enum class Verb { kRun, kDoctor, kInspect, kVerify, kScale, kSecret, kPrint };
   Verb verb = Verb::kPrint;
   RunOptions run = {};
   // kInspect: one, or two to compare; kVerify: two; kSecret: one, or none to print it.
   std::vector<std::string> paths = {};
+  std::string job = {};                  // kScale: which one
+  std::optional<int> ranks = std::nullopt;  // kScale: how many it is to have
+  std::optional<int> leave = std::nullopt;  // kScale: which one is to leave
   std::string text = {};  // kPrint: help, the version, a completion script
 };
 

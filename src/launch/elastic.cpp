@@ -350,16 +350,24 @@ std::string ElasticJob::drain(int number) {
   return text::format("rank {} leaves at the end of a step", number);
 }
 
-Json ElasticJob::describe() const {
-  Json ranks = Json::array();
+Json ElasticJob::obey(const Json& request) {
+  if (request.contains("ranks")) return scale(request.at("ranks").get<int>());
+  if (request.contains("leave")) return drain(request.at("leave").get<int>());
+  return describe();
+}
+
+std::string ElasticJob::describe() const {
+  std::string text = text::format("generation {}, {} of at most {} ranks", roster_.generation(),
+                                  roster_.num_members(), roster_.num_logical());
   for (const auto& [seat, place] : places_) {
     if (!roster_.has(seat)) continue;
-    ranks.push_back({{"number", place.number},
-                     {"host", seat.first},
-                     {"rank", roster_.rank_of(seat)},
-                     {"is_leaving", roster_.is_leaving(seat)}});
+    const int rank = roster_.rank_of(seat);
+    text += text::format("\n  [{}] on host {}: {}", place.number, seat.first,
+                         rank < 0                    ? "is starting"
+                         : roster_.is_leaving(seat) ? "leaves at the end of a step"
+                                                    : text::format("rank {}", rank));
   }
-  return {{"generation", roster_.generation()}, {"ranks", ranks}};
+  return text;
 }
 
 }  // namespace lockstep

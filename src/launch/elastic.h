@@ -45,10 +45,9 @@ class ElasticJob {
   bool on_end(int host, const SeatEnd& end);
   Json answer(int host, int place, const Json& request);
 
-  // To so many ranks in all. Returns what is done; throws UsageError.
-  std::string scale(int num_ranks);
-  std::string drain(int number);  // a rank, by the number that its output shows
-  Json describe() const;
+  // What a person asks for (lockstep scale): {"ranks": 3}, {"leave": 2}, or nothing, to be told what
+  // there is. Throws UsageError.
+  Json obey(const Json& request);
   void stop();  // nobody is replaced any more
 
   bool is_open() const { return roster_.is_open(); }
@@ -66,6 +65,10 @@ class ElasticJob {
     Clock::time_point started = {};
   };
 
+  // To so many ranks in all. Returns what is done.
+  std::string scale(int num_ranks);
+  std::string drain(int number);  // a rank, by the number that its output shows
+  std::string describe() const;
   void start_in(Seat seat);
   void replace(Seat seat, const SeatEnd& end);
   void note_loss(const std::string& text);

@@ -4,10 +4,12 @@
 #include <lockstep/error.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "base/printable.h"
 #include "base/text.h"
 #include "launch/args.h"
+#include "launch/control.h"
 #include "launch/doctor.h"
 #include "launch/guard.h"
 #include "launch/inspect.h"
@@ -60,6 +62,13 @@ int main(int argc, char** argv) try {
     }
     case Invocation::Verb::kVerify:
       return verify_runs(invocation.paths[0], invocation.paths[1]);
+    case Invocation::Verb::kScale: {
+      Json request = Json::object();
+      if (invocation.ranks) request["ranks"] = *invocation.ranks;
+      if (invocation.leave) request["leave"] = *invocation.leave;
+      text::print("{}\n", ask_job(invocation.job, request).get<std::string>());
+      return 0;
+    }
     case Invocation::Verb::kSecret:
       if (invocation.paths.empty()) {
         text::print("{}\n", make_secret());

@@ -5,9 +5,12 @@
 
 #include <csignal>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
 #include "base/text.h"
+#include "launch/control.h"
 #include "launch/coordinator.h"
 #include "launch/guard.h"
 #include "launch/host.h"
@@ -65,6 +68,11 @@ int run(const RunOptions& options) {
     coordinator = std::make_unique<Coordinator>(loop, output, host, options);
   } else {
     remote = std::make_unique<RemoteLeader>(loop, output, host, options);
+  }
+  std::optional<Control> control;
+  if (coordinator && coordinator->elastic() != nullptr) {
+    control.emplace(loop, options.job_id.empty() ? std::to_string(::getppid()) : options.job_id,
+                    [&](const Json& request) { return coordinator->elastic()->obey(request); });
   }
   while (!host.exit_code()) loop.run_once();
   const auto goodbye = EventLoop::Clock::now() + kGoodbye;

@@ -4,110 +4,18 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
-#include <filesystem>
 #include <fstream>
-#include <map>
 #include <random>
-#include <set>
-#include <sstream>
 #include <thread>
 
 #include "base/text.h"
+#include "multiprocess/elastic_run.h"
 #include "support/has.h"
 #include "support/job.h"
 #include "support/run_ranks.h"
 
 namespace lockstep::test {
 namespace {
-
-namespace fs = std::filesystem;
-
-constexpr int kRanks = 4;
-
-class Folder {
- public:
-  Folder() : path_(testing::TempDir() + "elastic.XXXXXX") { (void)!::mkdtemp(path_.data()); }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
-std::vector<std::string> arguments(const Folder& folder, const std::string& model, int steps,
-                                   std::vector<std::string> more,
-                                   std::vector<std::string> launcher = {}) {
-  std::vector<std::string> all = {"run", "-n", std::to_string(kRanks), "--elastic"};
-  all.insert(all.end(), launcher.begin(), launcher.end());
-  all.insert(all.end(), {"--", LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", model,
-                         std::to_string(steps), "log=" + folder.path()});
-  all.insert(all.end(), more.begin(), more.end());
-  return all;
-}
-
-JobOptions options() { return {.variables = {{"OMP_NUM_THREADS", "1"}}}; }
-
-// "weights 7e7ebedc908282ec after 30 steps, sum 30, lr 0.1"
-std::string result_of(const std::string& out) {
-  const std::size_t at = out.find("weights ");
-  return at == std::string::npos ? "none" : out.substr(at, out.find(", ", out.find("lr ")) - at);
-}
-
-// That of a run of one rank, which nobody disturbs.
-std::string expected(const std::string& model, int steps) {
-  static std::map<std::pair<std::string, int>, std::string> known;
-  auto& result = known[{model, steps}];
-  if (result.empty()) {
-    const Folder folder;
-    result = result_of(run_job({"run", "-n", "1", "--logical-ranks", std::to_string(kRanks), "--",
-                                LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", model,
-                                std::to_string(steps)},
-                               options())
-                           .out);
-  }
-  return result;
-}
-
-// Each logical rank had the same samples in a step whoever played it, and in each epoch each sample
-// was in one step.
-testing::AssertionResult has_each_sample_once(const Folder& folder, int steps) {
-  std::map<std::pair<int, int>, std::string> samples;  // by step and logical rank
-  for (const auto& entry : fs::directory_iterator(folder.path())) {
-    if (!entry.path().filename().string().starts_with("samples.")) continue;
-    std::ifstream file(entry.path());
-    for (std::string line; std::getline(file, line);) {
-      std::istringstream words(line);
-      int step = 0;
-      int player = 0;
-      words >> step >> player;
-      std::string rest;
-      std::getline(words, rest);
-      const auto [found, is_new] = samples.try_emplace({step, player}, rest);
-      // A process may die while it writes.
-      if (!is_new && found->second != rest && !found->second.starts_with(rest)) {
-        return testing::AssertionFailure() << "step " << step << ", logical rank " << player
-                                           << ": " << found->second << " and " << rest;
-      }
-    }
-  }
-  if (static_cast<int>(samples.size()) != steps * kRanks) {
-    return testing::AssertionFailure()
-           << samples.size() << " batches instead of " << steps * kRanks;
-  }
-  constexpr int kStepsPerEpoch = 7;
-  std::map<int, std::set<std::string>> epochs;
-  for (const auto& [place, rest] : samples) {
-    std::istringstream words(rest);
-    for (std::string word; words >> word;) {
-      if (!epochs[place.first / kStepsPerEpoch].insert(word).second) {
-        return testing::AssertionFailure() << "sample " << word << " twice, at step " << place.first;
-      }
-    }
-  }
-  return testing::AssertionSuccess();
-}
 
 struct Case {
   std::string model;
@@ -227,6 +135,42 @@ TEST(ElasticJob, WithoutTheOptionARankThatIsLostEndsTheJob) {
                                  "exit=1:5:3"},
                                 {.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SEAT", "1"}}});
   EXPECT_NE(job.code, 0) << job.err;
+}
+
+TEST(ElasticScale, RanksComeAndLeaveAtTheEndOfAStep) {
+  const Folder folder;
+  const std::string name = text::format("test{}", ::getpid());
+  const JobOptions its = {
+      .variables = {{"OMP_NUM_THREADS", "1"}, {"XDG_RUNTIME_DIR", folder.path()}}};
+  Job job({"run", "-n", "2", "--elastic", "--logical-ranks", "4", "--job-id", name, "--",
+           LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", "cnn", "700",
+           "log=" + folder.path(), "sleep=10"},
+          its);
+  const auto scale = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"scale", name});
+    return run_job(more, its);
+  };
+  job.wait_for_output("2 ranks on 1 host");
+  JobResult result;
+  for (int tries = 0; tries < 100; ++tries) {  // until all have come to Elastic::run()
+    result = scale({"-n", "4"});
+    if (result.code == 0) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  EXPECT_EQ(result.out, "from 2 ranks to 4 ranks\n") << result.err;
+  job.wait_for_output(": 4 ranks at step ");
+  EXPECT_TRUE(has(scale({}).out, "4 of at most 4 ranks")) << scale({}).out;
+  EXPECT_EQ(scale({"-n", "5"}).code, 1);
+  EXPECT_TRUE(has(scale({"-n", "5"}).err, "the job has 4 logical ranks"));
+  EXPECT_EQ(scale({"--leave", "0"}).out, "rank 0 leaves at the end of a step\n");
+  job.wait_for_output(": 3 ranks at step ");
+  EXPECT_EQ(scale({"-n", "1"}).code, 0);
+  job.wait_for_output(": 1 rank at step ");
+  EXPECT_EQ(job.wait().code, 0) << job.err();
+  EXPECT_EQ(result_of(job.out()), expected("cnn", 700)) << job.err();
+  EXPECT_FALSE(has(job.err(), "is done again")) << job.err();  // nothing is lost by a planned change
+  EXPECT_TRUE(has_each_sample_once(folder, 700));
+  EXPECT_TRUE(has(run_job({"scale", name}, its).err, "There is no elastic job"));
 }
 
 // Ranks are killed from outside, at any moment.

@@ -39,7 +39,7 @@ TEST(Launch, BadArgumentsAreOneSentenceAndExitCode2) {
   const std::string file = testing::TempDir() + "not-executable";
   std::ofstream(file) << "no program";
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{}, "say what to do: run, inspect, verify, doctor, secret or completion"},
+      {{}, "say what to do: run, scale, inspect, verify, doctor, secret or completion"},
       {{"dance"}, "dance"},
       {{"inspect"}, "path"},
       {{"inspect", "a", "b"}, "one path, or --diff and two"},

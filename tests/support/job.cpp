@@ -67,7 +67,8 @@ Job::Job(std::vector<std::string> arguments, const JobOptions& options)
   impl_->folder = fs::temp_directory_path() / ("lockstep-test-" + impl_->mark.substr(18));
   fs::create_directories(impl_->folder);
   Command command;
-  command.arguments = {LOCKSTEP_PROGRAM};
+  command.arguments = options.prefix;
+  command.arguments.emplace_back(LOCKSTEP_PROGRAM);
   for (std::string& one : arguments) {
     command.arguments.push_back(one == "ACTOR" ? LOCKSTEP_ACTOR : std::move(one));
   }

@@ -16,6 +16,7 @@ struct JobOptions {
   std::string input = {};     // for its standard input, which is empty otherwise
   bool has_terminal = false;  // standard output and error are a terminal's
   std::chrono::milliseconds deadline = std::chrono::seconds(60);
+  std::vector<std::string> prefix = {};  // a command that runs it, such as NetHosts::prefix()
 };
 
 class Job {

@@ -1,0 +1,184 @@
+#include "launch/control.h"
+
+#include <lockstep/error.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "base/env.h"
+#include "base/frame.h"
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kAnswerMs = 10'000;
+
+// This user's alone, or it is not used.
+std::string folder() {
+  const Environment environment = Environment::of_process();
+  const auto own = environment.get("XDG_RUNTIME_DIR");
+  const std::string path =
+      own ? *own + "/lockstep"
+          : text::format("{}/lockstep-{}", environment.get("TMPDIR").value_or("/tmp"), ::geteuid());
+  struct stat status {};
+  if ((::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) ||
+      ::lstat(path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode) ||
+      status.st_uid != ::geteuid() || (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
+    throw UsageError({.operation = "lockstep"},
+                     text::format("The folder {} for sockets of jobs is not this user's alone.\n"
+                                  "Remove it, or set XDG_RUNTIME_DIR to a folder of your own.",
+                                  path));
+  }
+  return path;
+}
+
+std::string path_of(const std::string& folder, const std::string& job) {
+  std::string name = job;
+  std::ranges::replace_if(
+      name, [](unsigned char one) { return std::isalnum(one) == 0 && one != '-' && one != '.'; },
+      '_');
+  return text::format("{}/{}.sock", folder, name);
+}
+
+sockaddr_un address_of(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path) {
+    throw UsageError({.operation = "lockstep"},
+                     text::format("{} is too long for a socket.\nUse a shorter --job-id.", path));
+  }
+  std::memcpy(address.sun_path, path.data(), path.size());
+  return address;
+}
+
+Fd connect_to(const std::string& path) {
+  Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const sockaddr_un address = address_of(path);
+  if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+                           sizeof address) != 0) {
+    return {};
+  }
+  return socket;
+}
+
+std::vector<std::string> sockets_in(const std::string& folder) {
+  std::vector<std::string> paths;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
+    if (entry.path().extension() == ".sock") paths.push_back(entry.path());
+  }
+  return paths;
+}
+
+void remove_stale(const std::string& folder) {
+  for (const std::string& path : sockets_in(folder)) {
+    if (!connect_to(path) && errno == ECONNREFUSED) ::unlink(path.c_str());
+  }
+}
+
+void wait_for(int socket, short events) {
+  pollfd one{socket, events, 0};
+  if (::poll(&one, 1, kAnswerMs) > 0) return;
+  throw TimeoutError({.operation = "lockstep"},
+                     "The job's launcher has not answered in 10 s.\nLook whether it is stopped.");
+}
+
+}  // namespace
+
+Control::Control(EventLoop& loop, const std::string& job, Answer answer)
+    : loop_(loop), answer_(std::move(answer)) {
+  const std::string in = folder();
+  remove_stale(in);
+  const std::string path = path_of(in, job);
+  const sockaddr_un address = address_of(path);
+  listener_ = Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!listener_ ||
+      ::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
+      ::chmod(path.c_str(), 0600) != 0 || ::listen(listener_.get(), 8) != 0) {
+    throw_errno(text::format("cannot make {}", path),
+                "Another job of this user may have the same --job-id: give each its own.");
+  }
+  path_ = path;
+  loop_.watch(listener_.get(), POLLIN, [this](short) { accept_one(); });
+}
+
+Control::~Control() {
+  loop_.forget(listener_.get());
+  if (path_.empty()) return;
+  ::unlink(path_.c_str());
+  ::rmdir(path_.substr(0, path_.rfind('/')).c_str());  // if no other job has one
+}
+
+void Control::accept_one() {
+  Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!socket) return;
+  const int number = num_connections_++;
+  connections_[number] = Connection::make(
+      loop_, std::move(socket), nullptr, true,
+      {.received =
+           [this, number](const Json& request) {
+             Json reply;
+             try {
+               reply = answer_(request);
+             } catch (const Error& error) {
+               reply = {{"error", error.message()}};
+             } catch (const Json::exception& error) {
+               reply = {{"error", error.what()}};
+             }
+             connections_.at(number)->send(reply);
+           },
+       .closed = [this, number](const std::string&) { connections_.erase(number); }});
+}
+
+Json ask_job(const std::string& job, const Json& request) {
+  const std::string in = folder();
+  const Fd socket = connect_to(path_of(in, job));
+  if (!socket) {
+    std::vector<std::string> jobs;
+    for (const std::string& path : sockets_in(in)) {
+      if (connect_to(path)) jobs.push_back(std::filesystem::path(path).stem());
+    }
+    ::rmdir(in.c_str());
+    throw UsageError({.operation = "lockstep"},
+                     text::format("There is no elastic job '{}' of this user on this host.\n{}", job,
+                                  jobs.empty() ? "None is running here: ask on its first host."
+                                               : "Running: " + text::join(jobs, ", ") + "."));
+  }
+  const std::string frame = to_frame(Json::to_cbor(request));
+  wait_for(socket.get(), POLLOUT);
+  if (::send(socket.get(), frame.data(), frame.size(), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(frame.size())) {
+    throw_errno("cannot ask the job", "Look whether its launcher is still there.");
+  }
+  std::string received;
+  while (received.size() < kFrameHead ||
+         received.size() < kFrameHead + frame_size(received.substr(0, kFrameHead))) {
+    wait_for(socket.get(), POLLIN);
+    std::array<char, 4096> some{};
+    const ssize_t count = ::recv(socket.get(), some.data(), some.size(), 0);
+    if (count <= 0) {
+      throw SystemError({.operation = "lockstep"}, errno,
+                        "The job's launcher has closed the connection.\nThe job may have ended.");
+    }
+    received.append(some.data(), static_cast<std::size_t>(count));
+  }
+  const Json reply = Json::from_cbor(received.substr(kFrameHead));
+  if (reply.is_object() && reply.contains("error")) {
+    throw UsageError({.operation = "lockstep"}, reply.at("error").get<std::string>());
+  }
+  return reply;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,156 @@
+// Elastic jobs on several hosts: launchers on one machine whose ranks count as different hosts', and
+// network namespaces with a cable that is cut.
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <memory>
+#include <thread>
+
+#include "base/text.h"
+#include "multiprocess/elastic_run.h"
+#include "support/has.h"
+#include "support/net_hosts.h"
+#include "support/run_ranks.h"
+
+namespace lockstep::test {
+namespace {
+
+constexpr const char* kSecret = "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA==";
+
+int free_port() {
+  static int next = 21000 + ::getpid() % 9000;
+  return next++;
+}
+
+// Two hosts with two ranks each.
+class TwoHosts {
+ public:
+  TwoHosts(const Folder& folder, std::string model, int steps, std::string hosts,
+           std::vector<std::string> more)
+      : folder_(folder),
+        model_(std::move(model)),
+        steps_(steps),
+        hosts_(std::move(hosts)),
+        more_(std::move(more)) {
+    start(0, "a");
+    start(1, "b");
+  }
+
+  void start(int host, const std::string& id) {
+    std::vector<std::string> arguments = {
+        "run",         "-n",     "2",         "--elastic",
+        "--hosts",     hosts_,   "--host-rank", std::to_string(host),
+        "--master",    text::format("127.0.0.1:{}", port_),
+        "--lost-after", "4",     "--",        LOCKSTEP_ELASTIC_TRAINER,
+        folder_.path() + "/run", model_,      std::to_string(steps_),
+        "log=" + folder_.path()};
+    arguments.insert(arguments.end(), more_.begin(), more_.end());
+    jobs_[host] = std::make_unique<Job>(
+        arguments, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"},
+                                            {"LOCKSTEP_SECRET", kSecret},
+                                            {"LOCKSTEP_HOST_ID", id}}});
+  }
+  Job& job(int host) { return *jobs_.at(host); }
+  void kill(int host) {
+    for (const pid_t pid : job(host).processes()) ::kill(pid, SIGKILL);
+  }
+
+ private:
+  const Folder& folder_;
+  const std::string model_;
+  const int steps_;
+  const std::string hosts_;
+  const std::vector<std::string> more_;
+  const int port_ = free_port();
+  std::map<int, std::unique_ptr<Job>> jobs_;
+};
+
+TEST(ElasticHosts, AKilledRankChangesNoBit) {
+  for (const char* const fault : {"2:5:bucket", "0:5:forward", "3:5:commit"}) {
+    SCOPED_TRACE(fault);
+    const Folder folder;
+    TwoHosts hosts(folder, "cnn", 40, "2", {"sleep=10", std::string("kill=") + fault});
+    EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();
+    EXPECT_EQ(hosts.job(1).wait().code, 0) << hosts.job(1).err();
+    EXPECT_EQ(result_of(hosts.job(0).out()), expected("cnn", 40)) << hosts.job(0).err();
+    EXPECT_TRUE(has(hosts.job(0).err(), "3 ranks go on")) << hosts.job(0).err();
+    EXPECT_TRUE(has_each_sample_once(folder, 40));
+  }
+}
+
+TEST(ElasticHosts, AShardedModelIsTakenFromAnotherHost) {
+  const Folder folder;
+  TwoHosts hosts(folder, "gpt", 60, "2", {"sleep=10", "shard=gradients", "kill=3:5:optimizer"});
+  EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();
+  EXPECT_EQ(hosts.job(1).wait().code, 0) << hosts.job(1).err();
+  EXPECT_EQ(result_of(hosts.job(0).out()), expected("gpt", 60)) << hosts.job(0).err();
+}
+
+TEST(ElasticHosts, ALostHostIsReplaced) {
+  const Folder folder;
+  TwoHosts hosts(folder, "cnn", 500, "1:2", {"sleep=10"});
+  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  hosts.kill(1);
+  hosts.job(0).wait_for_output("host 1 was lost with rank 2, 3");
+  hosts.job(0).wait_for_output(": 2 ranks at step ");
+  hosts.start(1, "c");  // another one
+  hosts.job(0).wait_for_output("host 1 (");
+  hosts.job(0).wait_for_output(": 4 ranks at step ");
+  EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();
+  EXPECT_EQ(hosts.job(1).wait().code, 0) << hosts.job(1).err();
+  EXPECT_EQ(result_of(hosts.job(0).out()), expected("cnn", 500)) << hosts.job(0).err();
+  EXPECT_TRUE(has_each_sample_once(folder, 500));
+}
+
+TEST(ElasticHosts, AHostThatIsToldToStopLeavesAtTheEndOfAStep) {
+  const Folder folder;
+  TwoHosts hosts(folder, "cnn", 400, "1:2", {"sleep=10"});
+  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  hosts.job(1).signal(SIGTERM);
+  EXPECT_EQ(hosts.job(1).wait().code, 0) << hosts.job(1).err();
+  EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();
+  EXPECT_EQ(result_of(hosts.job(0).out()), expected("cnn", 400)) << hosts.job(0).err();
+  EXPECT_FALSE(has(hosts.job(0).err(), "is done again")) << hosts.job(0).err();
+}
+
+// Without it nobody decides. Schedulers start such a job again.
+TEST(ElasticHosts, WithoutTheFirstHostTheJobStops) {
+  const Folder folder;
+  TwoHosts hosts(folder, "cnn", 4000, "1:2", {"sleep=10"});
+  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  hosts.kill(0);
+  EXPECT_EQ(hosts.job(1).wait().code, 75) << hosts.job(1).err();
+}
+
+// The side with the first host goes on, the other one stops: never two trainings.
+TEST(ElasticHosts, AfterACutOneSideGoesOn) {
+  if (const std::string reason = NetHosts::why_not(); !reason.empty()) GTEST_SKIP() << reason;
+  NetHosts net(2);
+  const Folder folder;
+  std::vector<std::unique_ptr<Job>> jobs;
+  for (int host = 0; host < 2; ++host) {
+    std::vector<std::string> command = {
+        "run",          "-n",        "2",   "--elastic",
+        "--hosts",      "1:2",       "--host-rank", std::to_string(host),
+        "--master",     net.address(0) + ":29500",
+        "--lost-after", "4",         "--",  LOCKSTEP_ELASTIC_TRAINER,
+        folder.path() + "/run", "cnn", "900", "log=" + folder.path(), "sleep=10"};
+    jobs.push_back(std::make_unique<Job>(
+        command, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SECRET", kSecret}},
+                            .prefix = net.prefix(host)}));
+  }
+  jobs[0]->wait_for_output("4 ranks on 2 hosts");
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  net.cut(1);
+  EXPECT_EQ(jobs[1]->wait().code, 75) << jobs[1]->err();
+  EXPECT_EQ(jobs[0]->wait().code, 0) << jobs[0]->err();
+  EXPECT_EQ(result_of(jobs[0]->out()), expected("cnn", 900)) << jobs[0]->err();
+  EXPECT_TRUE(has(jobs[0]->err(), "host 1 was lost with rank 2, 3")) << jobs[0]->err();
+}
+
+}  // namespace
+}  // namespace lockstep::test
