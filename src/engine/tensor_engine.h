@@ -12,6 +12,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include <lockstep/backend.h>
+
 #include "engine/tensor_call.h"
 #include "engine/tensor_checks.h"
 #include "shm/group.h"
@@ -83,6 +85,18 @@ class TensorEngine : public c10d::Backend {
   WorkPtr reduce_once(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op,
                       int average_over);
 
+  // Another engine of the ranks that are left, without those that are lost or not wanted. All that
+  // are left call it, with the same ranks; this engine is of no use to them any more. The flags of
+  // NCCL's make no difference: what is under way here has failed, or ends.
+  bool supportsShrinking() const override { return context_ != nullptr; }
+  c10::intrusive_ptr<c10d::Backend> shrink(
+      const std::vector<int64_t>& ranks_to_exclude, int shrink_flags = 0,
+      const c10::intrusive_ptr<Options>& opts_override = nullptr) override;
+  // What it was made with.
+  void set_context(const EngineContext& context) {
+    context_ = std::make_unique<const EngineContext>(context);
+  }
+
   WorkPtr send(Tensors& tensors, int peer, int tag) override;
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
@@ -103,6 +117,8 @@ class TensorEngine : public c10d::Backend {
   const std::shared_ptr<collective::Runner> runner_;
   const std::shared_ptr<shm::Group> memory_;
   const std::shared_ptr<FutureDriver> driver_ = std::make_shared<FutureDriver>();
+  std::unique_ptr<const EngineContext> context_;  // null: shrink() is not offered
+  int num_shrunk_ = 0;                            // calls of it
   std::atomic<uint64_t> sequence_{0};
   std::atomic<std::chrono::milliseconds> timeout_{std::chrono::milliseconds(0)};  // 0: the runner's
 };

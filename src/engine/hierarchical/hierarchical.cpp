@@ -37,7 +37,9 @@ Backend make_hierarchical(const EngineContext& context, const std::string& betwe
                         [members = context.members](int rank) { return describe(members, rank); });
   const auto hierarchy =
       std::make_shared<Hierarchy>(context, local, make_wire_engine(between, across));
-  return c10::make_intrusive<TensorEngine>("hierarchical:" + between, hierarchy, local);
+  auto engine = c10::make_intrusive<TensorEngine>("hierarchical:" + between, hierarchy, local);
+  engine->set_context(context);
+  return engine;
 }
 
 }  // namespace lockstep

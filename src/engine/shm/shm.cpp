@@ -39,7 +39,9 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
 
 Backend make_shm(const EngineContext& context) {
   const auto group = connect_by_memory(context, {});
-  return c10::make_intrusive<TensorEngine>("shm", group, group);
+  auto engine = c10::make_intrusive<TensorEngine>("shm", group, group);
+  engine->set_context(context);
+  return engine;
 }
 
 }  // namespace lockstep
