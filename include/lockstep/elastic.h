@@ -41,13 +41,13 @@ namespace lockstep {
 // The ranks of a job have changed.
 struct ElasticChange {
   int generation = 0;
-  int size = 0;                            // ranks, from now on
-  std::int64_t step = 0;                   // that is done next
-  bool is_redone = false;                  // it had begun before
-  std::vector<std::string> reasons = {};   // who was lost, and how; on rank 0 only
-  int num_joined = 0;                      // ranks that are new
-  double seconds = 0;                      // from the loss, as this rank noticed it, until now
-  std::int64_t bytes = 0;                  // of state that ranks behind were given
+  int size = 0;                           // ranks, from now on
+  std::int64_t step = 0;                  // that is done next
+  bool is_redone = false;                 // it had begun before
+  std::vector<std::string> reasons = {};  // who was lost, and how; on rank 0 only
+  int num_joined = 0;                     // ranks that are new
+  double seconds = 0;                     // from the loss, as this rank noticed it, until now
+  std::int64_t bytes = 0;                 // of state that ranks behind were given
 };
 
 class LOCKSTEP_API Elastic {

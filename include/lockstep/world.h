@@ -99,8 +99,8 @@ class LOCKSTEP_API World {
   bool is_elastic() const;
   // In an elastic job: how often its ranks have changed.
   int generation() const;
-  // This process replaces a lost rank of an elastic job, and the others have not taken it in yet: it
-  // is alone until Elastic::run().
+  // This process replaces a lost rank of an elastic job, and the others have not taken it in yet:
+  // it is alone until Elastic::run().
   bool is_waiting() const;
 
   // Where this rank computes. "auto": the GPU of this rank if every rank of this world sees GPUs of
@@ -208,7 +208,8 @@ class LOCKSTEP_API World {
   struct State;
   struct Derived;
   explicit World(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  static std::shared_ptr<State> join_as(const JoinOptions& options, const Placement& placement);
+  static std::shared_ptr<State> join_as(const JoinOptions& options, const Placement& placement,
+                                        bool is_told = true);
   static std::shared_ptr<State> wait_as_newcomer(const JoinOptions& options,
                                                  const Placement& placement);
 

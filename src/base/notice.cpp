@@ -23,8 +23,7 @@ void write_notice(int fd, int generation) {
 }
 
 Notice::Notice(int fd) {
-  void* const memory =
-      ::mmap(nullptr, sizeof(std::atomic<int>), PROT_READ, MAP_SHARED, fd, 0);
+  void* const memory = ::mmap(nullptr, sizeof(std::atomic<int>), PROT_READ, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) {  // NOLINT: the system's macro casts
     throw_errno("cannot map the launcher's notices",
                 "Start the program with lockstep run, which passes a descriptor on.");

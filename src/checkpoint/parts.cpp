@@ -110,47 +110,46 @@ Part part_of(optim::Schedule& schedule, const std::string& name) {
     return {.steps = values.at("steps"),
             .base_lrs = values.at("base_lrs").get<std::vector<double>>()};
   };
-  return {.name = name,
-          .has_values = true,
-          .save = [now, to_json,
-                   name](Snapshot& snapshot) { snapshot.values[name] = to_json(now()); },
-          .load =
-              [&schedule, from_json](const Json& values) {
-                const State state = from_json(values);
-                schedule.check_state(state);
-                return Wish{.finish = [&schedule, state] { schedule.load_state(state); }};
-              },
-          .marks = marks_of<State>(
-              now, to_json, from_json,
-              [&schedule](const State& state, const World&) { schedule.load_state(state); })};
+  return {
+      .name = name,
+      .has_values = true,
+      .save = [now, to_json, name](Snapshot& snapshot) { snapshot.values[name] = to_json(now()); },
+      .load =
+          [&schedule, from_json](const Json& values) {
+            const State state = from_json(values);
+            schedule.check_state(state);
+            return Wish{.finish = [&schedule, state] { schedule.load_state(state); }};
+          },
+      .marks = marks_of<State>(
+          now, to_json, from_json,
+          [&schedule](const State& state, const World&) { schedule.load_state(state); })};
 }
 
 Part part_of(GradScaler& scaler, const std::string& name) {
   using State = GradScaler::State;
   const auto now = [&scaler] { return scaler.state(); };
   const auto to_json = [](const State& state) {
-    return Json{{"scale", state.scale},
-                {"good_steps", state.good_steps},
-                {"skipped", state.skipped}};
+    return Json{
+        {"scale", state.scale}, {"good_steps", state.good_steps}, {"skipped", state.skipped}};
   };
   const auto from_json = [](const Json& values) -> State {
     return {.scale = values.at("scale"),
             .good_steps = values.at("good_steps"),
             .skipped = values.at("skipped")};
   };
-  return {.name = name,
-          .has_values = true,
-          .save = [now, to_json,
-                   name](Snapshot& snapshot) { snapshot.values[name] = to_json(now()); },
-          .load =
-              [&scaler, from_json](const Json& values) {
-                const State state = from_json(values);
-                scaler.check_state(state);
-                return Wish{.finish = [&scaler, state] { scaler.load_state(state); }};
-              },
-          .marks = marks_of<State>(
-              now, to_json, from_json,
-              [&scaler](const State& state, const World&) { scaler.load_state(state); })};
+  return {
+      .name = name,
+      .has_values = true,
+      .save = [now, to_json, name](Snapshot& snapshot) { snapshot.values[name] = to_json(now()); },
+      .load =
+          [&scaler, from_json](const Json& values) {
+            const State state = from_json(values);
+            scaler.check_state(state);
+            return Wish{.finish = [&scaler, state] { scaler.load_state(state); }};
+          },
+      .marks = marks_of<State>(
+          now, to_json, from_json,
+          [&scaler](const State& state, const World&) { scaler.load_state(state); })};
 }
 
 Part part_of(DistributedDataParallel& ddp, const std::string& name) {
@@ -276,43 +275,42 @@ Part part_of(const std::string& name, std::function<std::string()> save,
 
 Part random_part(const World& world) {
   const Generators generators = generators_of(world);
-  return {
-      .name = "random",
-      .has_values = true,
-      .is_collective = true,
-      .save =
-          [world, generators](Snapshot& snapshot) {
-            Json& sizes = snapshot.values["random"] = Json::object();
-            for (const auto& [name, generator] : generators) {
-              const at::Tensor all = world.all_gather(get_state(generator));
-              snapshot.tensors.push_back({name, all});
-              sizes[name] = all.sizes().vec();
-            }
-          },
-      .load =
-          [generators, world](const Json& values) {
-            Wish wish;
-            for (const auto& [name, value] : values.items()) {
-              const auto sizes = value.get<std::vector<std::int64_t>>();
-              if (is_plausible(sizes, name, generators)) {
-                wish.tensors.push_back({name, at::empty(sizes, at::kByte)});
-              } else {
-                wish.differences.push_back(
-                    text::format("{}: its shape, [{}], is not that of random states here", name,
-                                 text::join(sizes, ", ")));
-              }
-            }
-            wish.finish = [tensors = wish.tensors, generators, rank = world.rank(),
-                           global_rank = world.global_rank()] {
-              for (const auto& [name, generator] : generators) {
-                for (const NamedTensor& one : tensors) {
-                  if (one.name == name) set_state(generator, one.tensor, rank, global_rank);
+  return {.name = "random",
+          .has_values = true,
+          .is_collective = true,
+          .save =
+              [world, generators](Snapshot& snapshot) {
+                Json& sizes = snapshot.values["random"] = Json::object();
+                for (const auto& [name, generator] : generators) {
+                  const at::Tensor all = world.all_gather(get_state(generator));
+                  snapshot.tensors.push_back({name, all});
+                  sizes[name] = all.sizes().vec();
                 }
-              }
-            };
-            return wish;
-          },
-      .travels = false};
+              },
+          .load =
+              [generators, world](const Json& values) {
+                Wish wish;
+                for (const auto& [name, value] : values.items()) {
+                  const auto sizes = value.get<std::vector<std::int64_t>>();
+                  if (is_plausible(sizes, name, generators)) {
+                    wish.tensors.push_back({name, at::empty(sizes, at::kByte)});
+                  } else {
+                    wish.differences.push_back(
+                        text::format("{}: its shape, [{}], is not that of random states here", name,
+                                     text::join(sizes, ", ")));
+                  }
+                }
+                wish.finish = [tensors = wish.tensors, generators, rank = world.rank(),
+                               global_rank = world.global_rank()] {
+                  for (const auto& [name, generator] : generators) {
+                    for (const NamedTensor& one : tensors) {
+                      if (one.name == name) set_state(generator, one.tensor, rank, global_rank);
+                    }
+                  }
+                };
+                return wish;
+              },
+          .travels = false};
 }
 
 }  // namespace lockstep

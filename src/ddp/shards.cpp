@@ -408,11 +408,13 @@ void Shards::repair(const Writing& writing) {
     }
     if (std::chrono::steady_clock::now() > deadline) {
       record_->claims.set_torn();
-      throw TimeoutError({.rank = ranks_.global_rank(), .peer = ranks_.global_rank(first),
-                          .operation = "optimizer step"},
-                         text::format("Rank {} has not repaired the parameters that a lost rank was "
-                                      "writing.\nGo on from a checkpoint.",
-                                      ranks_.global_rank(first)));
+      throw TimeoutError(
+          {.rank = ranks_.global_rank(),
+           .peer = ranks_.global_rank(first),
+           .operation = "optimizer step"},
+          text::format("Rank {} has not repaired the parameters that a lost rank was "
+                       "writing.\nGo on from a checkpoint.",
+                       ranks_.global_rank(first)));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -81,8 +81,8 @@ class Turns {
   void finish_buffers(const World& world, const std::vector<NamedTensor>& buffers,
                       bool are_averaged, int first_with_data);
 
-  // The step does not count: buffers become those that it began with. `of_last_step`: of one that is
-  // over, if no other has begun.
+  // The step does not count: buffers become those that it began with. `of_last_step`: of one that
+  // is over, if no other has begun.
   void restore_buffers(const std::vector<NamedTensor>& buffers, bool of_last_step = false) const;
   // The step is over, or dropped.
   void reset();

@@ -163,16 +163,14 @@ void Elastic::Impl::watch(Reducer& reducer) const {
 bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   const bool is_newcomer = world.is_waiting();
   take_back();
-  const NextGeneration next =
-      world.membership()->wait_for_next(world.generation(), is_planned);
+  const NextGeneration next = world.membership()->wait_for_next(world.generation(), is_planned);
   if (next.kind == NextKind::kLeave) return false;
   if (next.kind == NextKind::kIntact) std::rethrow_exception(error);  // not a lost rank
   reasons.insert(reasons.end(), next.changes.begin(), next.changes.end());
   world.move_to(next);
-  const StateShared shared =
-      share_state(world, kept.parts,
-                  {.steps = is_newcomer ? -1 : steps, .is_whole = is_whole(), .layout = layout()},
-                  ddp_steps);
+  const StateShared shared = share_state(
+      world, kept.parts,
+      {.steps = is_newcomer ? -1 : steps, .is_whole = is_whole(), .layout = layout()}, ddp_steps);
   steps = shared.steps;
   ddp_steps = shared.counts;
   for (const Part& part : kept.parts) {
@@ -193,13 +191,14 @@ bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
 
 void Elastic::Impl::tell(const ElasticChange& change) const {
   if (world.rank() == 0) {
-    std::string text = text::format("generation {}: {} rank{} at step {} after {:.0f} ms",
-                                    change.generation, change.size, change.size == 1 ? "" : "s",
-                                    change.step, change.seconds * 1000);
+    std::string text =
+        text::format("generation {}: {} rank{} at step {} after {:.0f} ms", change.generation,
+                     change.size, change.size == 1 ? "" : "s", change.step, change.seconds * 1000);
     if (change.is_redone) text += ", which is done again";
     if (change.num_joined > 0) text += text::format("; {} joined", change.num_joined);
     if (change.bytes > 0) {
-      text += text::format("; {:.1f} MB of state were sent", static_cast<double>(change.bytes) / 1e6);
+      text +=
+          text::format("; {:.1f} MB of state were sent", static_cast<double>(change.bytes) / 1e6);
     }
     if (!change.reasons.empty()) text += text::format(" ({})", text::join(change.reasons, "; "));
     Log(world.global_rank()).info("{}", text);

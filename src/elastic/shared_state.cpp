@@ -27,9 +27,8 @@ std::vector<StateReport> gather(const World& world, const StateReport& mine) {
   std::vector<StateReport> reports;
   for (int rank = 0; rank < world.size(); ++rank) {
     const auto* const its = all.const_data_ptr<std::int64_t>() + rank * kNumNumbers;
-    reports.push_back({.steps = its[0],
-                       .is_whole = its[1] != 0,
-                       .layout = static_cast<std::uint64_t>(its[2])});
+    reports.push_back(
+        {.steps = its[0], .is_whole = its[1] != 0, .layout = static_cast<std::uint64_t>(its[2])});
   }
   return reports;
 }
@@ -103,8 +102,8 @@ std::uint64_t hash_of(const std::vector<NamedTensor>& tensors) {
 
 }  // namespace
 
-StateShared share_state(const World& world, const std::vector<Part>& parts,
-                        const StateReport& mine, const std::vector<std::int64_t>& counts) {
+StateShared share_state(const World& world, const std::vector<Part>& parts, const StateReport& mine,
+                        const std::vector<std::int64_t>& counts) {
   const at::NoGradGuard no_grad;
   const std::vector<StateReport> reports = gather(world, mine);
   StateShared shared{.counts = counts};
@@ -158,9 +157,9 @@ StateShared share_state(const World& world, const std::vector<Part>& parts,
   head = Json::parse(share_text(world, head.dump(), sources.front()));
   do_together(world, "elastic", [&] {
     if (is_source) return;
-    contents = contents_wanted(parts, head.at("values"),
-                               head.at("names").get<std::vector<std::string>>(),
-                               world.global_rank());
+    contents =
+        contents_wanted(parts, head.at("values"), head.at("names").get<std::vector<std::string>>(),
+                        world.global_rank());
     for (const Part& part : parts) {
       if (part.travels && part.marks.mark) part.marks.set(head.at("marks").at(part.name));
     }

@@ -17,16 +17,16 @@ namespace lockstep {
 
 // What a rank says of itself when the ranks have changed.
 struct StateReport {
-  std::int64_t steps = 0;      // complete ones; -1: a newcomer
-  bool is_whole = true;        // nothing of a step that is not complete is in its state
-  std::uint64_t layout = 0;    // what it has added to its Checkpointer, and on which platform
+  std::int64_t steps = 0;    // complete ones; -1: a newcomer
+  bool is_whole = true;      // nothing of a step that is not complete is in its state
+  std::uint64_t layout = 0;  // what it has added to its Checkpointer, and on which platform
 };
 
 struct StateShared {
-  std::int64_t steps = 0;                // of all ranks, from now on
+  std::int64_t steps = 0;                 // of all ranks, from now on
   std::vector<std::int64_t> counts = {};  // the source's
-  bool was_behind = false;               // this rank
-  std::int64_t bytes = 0;                // of tensors that were sent
+  bool was_behind = false;                // this rank
+  std::int64_t bytes = 0;                 // of tensors that were sent
   int num_newcomers = 0;
 };
 
@@ -34,7 +34,7 @@ struct StateShared {
 // numbers of a rank that go with its state. Parts with marks are set, not rewound. Collective.
 // Throws, on all ranks: UsageError if no rank has a whole state; MismatchError on a rank whose
 // layout differs from the others', which are told by PeerLostError.
-StateShared share_state(const World& world, const std::vector<Part>& parts,
-                        const StateReport& mine, const std::vector<std::int64_t>& counts);
+StateShared share_state(const World& world, const std::vector<Part>& parts, const StateReport& mine,
+                        const std::vector<std::int64_t>& counts);
 
 }  // namespace lockstep

@@ -21,10 +21,10 @@ struct Invocation {
   RunOptions run = {};
   // kInspect: one, or two to compare; kVerify: two; kSecret: one, or none to print it.
   std::vector<std::string> paths = {};
-  std::string job = {};                  // kScale: which one
+  std::string job = {};                     // kScale: which one
   std::optional<int> ranks = std::nullopt;  // kScale: how many it is to have
   std::optional<int> leave = std::nullopt;  // kScale: which one is to leave
-  std::string text = {};  // kPrint: help, the version, a completion script
+  std::string text = {};                    // kPrint: help, the version, a completion script
 };
 
 // `arguments` without the program's own name. Throws BadArguments.

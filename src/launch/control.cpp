@@ -66,8 +66,8 @@ sockaddr_un address_of(const std::string& path) {
 Fd connect_to(const std::string& path) {
   Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const sockaddr_un address = address_of(path);
-  if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address),
-                           sizeof address) != 0) {
+  if (!socket ||
+      ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
     return {};
   }
   return socket;
@@ -151,10 +151,11 @@ Json ask_job(const std::string& job, const Json& request) {
       if (connect_to(path)) jobs.push_back(std::filesystem::path(path).stem());
     }
     ::rmdir(in.c_str());
-    throw UsageError({.operation = "lockstep"},
-                     text::format("There is no elastic job '{}' of this user on this host.\n{}", job,
-                                  jobs.empty() ? "None is running here: ask on its first host."
-                                               : "Running: " + text::join(jobs, ", ") + "."));
+    throw UsageError(
+        {.operation = "lockstep"},
+        text::format("There is no elastic job '{}' of this user on this host.\n{}", job,
+                     jobs.empty() ? "None is running here: ask on its first host."
+                                  : "Running: " + text::join(jobs, ", ") + "."));
   }
   const std::string frame = to_frame(Json::to_cbor(request));
   wait_for(socket.get(), POLLOUT);

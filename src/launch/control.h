@@ -1,7 +1,8 @@
 // Control: a socket by which a person asks a running job for something: `lockstep scale JOB -n 3`.
 //
-// It is a file of this user's, named after the job: its --job-id, or the launcher's process. Files of
-// launchers that were killed are removed by the next one that starts. Threading: the event loop's.
+// It is a file of this user's, named after the job: its --job-id, or the launcher's process. Files
+// of launchers that were killed are removed by the next one that starts. Threading: the event
+// loop's.
 #pragma once
 
 #include <functional>

@@ -84,10 +84,10 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection, cons
   } else if (type == "lost") {
     on_given_up(found->first, message.at("reason"));
   } else if (type == "ask") {
-    connection->send({{"type", "answer"},
-                      {"id", message.at("id")},
-                      {"answer", answer(found->first, message.at("place").get<int>(),
-                                        message.at("request"))}});
+    connection->send(
+        {{"type", "answer"},
+         {"id", message.at("id")},
+         {"answer", answer(found->first, message.at("place").get<int>(), message.at("request"))}});
   } else if (type == "seat_end") {
     on_seat_end(found->first, message.at("seat").get<SeatEnd>());
   } else if (type == "drain" && elastic_) {
@@ -157,8 +157,7 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
     elastic_->add_host(hello.host_rank, hello.host, hello.num_ranks);
     return;
   }
-  if (start_if_all_came() || !elastic_ ||
-      static_cast<int>(members_.size()) != options_.min_hosts) {
+  if (start_if_all_came() || !elastic_ || static_cast<int>(members_.size()) != options_.min_hosts) {
     return;
   }
   // Enough are here; those that come at about the same time are waited for.

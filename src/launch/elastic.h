@@ -45,8 +45,8 @@ class ElasticJob {
   bool on_end(int host, const SeatEnd& end);
   Json answer(int host, int place, const Json& request);
 
-  // What a person asks for (lockstep scale): {"ranks": 3}, {"leave": 2}, or nothing, to be told what
-  // there is. Throws UsageError.
+  // What a person asks for (lockstep scale): {"ranks": 3}, {"leave": 2}, or nothing, to be told
+  // what there is. Throws UsageError.
   Json obey(const Json& request);
   void stop();  // nobody is replaced any more
 
@@ -58,10 +58,10 @@ class ElasticJob {
   using Seat = Roster::Seat;
 
   struct Place {
-    int number = 0;        // what its output shows
+    int number = 0;         // what its output shows
     bool is_wanted = true;  // if its process dies, another is started
     bool is_alive = false;  // there is a process
-    int num_failures = 0;  // one after the other
+    int num_failures = 0;   // one after the other
     Clock::time_point started = {};
   };
 
@@ -85,7 +85,7 @@ class ElasticJob {
   std::map<Seat, Place> places_;
   std::map<Seat, EventLoop::Timer> timers_;  // until a process is started there
   std::map<int, int> told_;                  // by host: the generation that is wanted, as it knows
-  std::vector<std::string> changes_;  // since the last generation, a line each
+  std::vector<std::string> changes_;         // since the last generation, a line each
   int num_completed_ = 0;
   bool is_stopped_ = false;
   bool is_complete_ = false;

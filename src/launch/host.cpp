@@ -193,16 +193,16 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
     command.inherited_fds.push_back(socket.get());
     // Answers find the connection that asked, if it is still there.
     auto mine = std::make_shared<std::weak_ptr<Connection>>();
-    rank.store = Connection::make(loop_, Fd(ends[0]), nullptr, true,
-                                  {.received =
-                                       [this, mine, local_rank](const Json& request) {
-                                         leader_->ask(
-                                             local_rank, request, [mine](const Json& answer) {
-                                               if (const auto connection = mine->lock())
-                                                 connection->send(answer);
-                                             });
-                                       },
-                                   .closed = [](const std::string&) {}});
+    rank.store =
+        Connection::make(loop_, Fd(ends[0]), nullptr, true,
+                         {.received =
+                              [this, mine, local_rank](const Json& request) {
+                                leader_->ask(local_rank, request, [mine](const Json& answer) {
+                                  if (const auto connection = mine->lock())
+                                    connection->send(answer);
+                                });
+                              },
+                          .closed = [](const std::string&) {}});
     *mine = rank.store;
   }
   command.variables[kBlameVariable] = blame_address(blames_.get(), local_rank);

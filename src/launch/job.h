@@ -17,7 +17,7 @@ struct Generation {
   int number = 0;
   int first_rank = 0;  // of this host
   int world_size = 0;
-  int max_restarts = 0;  // host 0's, which decides
+  int max_restarts = 0;     // host 0's, which decides
   bool is_running = false;  // an elastic job's, to which this host comes
 };
 LOCKSTEP_JSON_FIELDS(Generation, number, first_rank, world_size, max_restarts, is_running)
@@ -70,8 +70,8 @@ class Leader {
   virtual void ask(int place, const Json& request, std::function<void(const Json&)> reply) = 0;
   // Of an elastic job: a rank of this host has ended.
   virtual void report_seat(const SeatEnd& end) = 0;
-  // Whether somebody who wants this host to stop means its ranks alone: they leave, and the job goes
-  // on. If so, it is done.
+  // Whether somebody who wants this host to stop means its ranks alone: they leave, and the job
+  // goes on. If so, it is done.
   virtual bool drain() { return false; }
 };
 

@@ -142,8 +142,7 @@ void WeightAverage::update_shared(const std::vector<std::size_t>& places, double
               at::_foreach_lerp_({average}, {weights}, share);
             }
           },
-      .runs =
-          [&](std::size_t index) -> shm::Journal::Runs {
+      .runs = [&](std::size_t index) -> shm::Journal::Runs {
         const auto& [i, piece] = pieces[index];
         const at::Tensor average = piece.of(averages_[i].tensor);
         return {{static_cast<std::byte*>(average.mutable_data_ptr()), average.nbytes()}};

@@ -46,7 +46,7 @@ class Claims {
   struct alignas(64) Shared {
     std::atomic<std::uint64_t> num_pieces[2];  // of even and odd updates
     std::atomic<std::uint64_t> decision;       // 2 * update, and 1 if it happens
-    std::atomic<std::uint64_t> closed;  // the update that is
+    std::atomic<std::uint64_t> closed;         // the update that is
     std::atomic<bool> is_torn;
   };
   struct alignas(64) OfRank {

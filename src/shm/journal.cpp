@@ -12,8 +12,8 @@ std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * 
 }  // namespace
 
 std::size_t Journal::bytes_for(const Size& size) {
-  const auto lanes = static_cast<std::size_t>(size.num_ranks) *
-                     static_cast<std::size_t>(size.num_lanes);
+  const auto lanes =
+      static_cast<std::size_t>(size.num_ranks) * static_cast<std::size_t>(size.num_lanes);
   return aligned(size.num_pieces * sizeof(std::atomic<std::uint64_t>)) +
          lanes * (sizeof(Entry) + aligned(size.piece_bytes));
 }

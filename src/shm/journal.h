@@ -2,9 +2,9 @@
 // the middle of one tears nothing: another puts back what was there, and does it again.
 //
 // Every lane (a thread of a rank) has room for one piece. Order: save() copies and then says so,
-// set_done() says that the piece is done and then that the copy is old. So whenever a lane dies, its
-// piece is done, or untouched, or what it was is here. Threading: each lane on its own; repairs by
-// one rank, while no other writes.
+// set_done() says that the piece is done and then that the copy is old. So whenever a lane dies,
+// its piece is done, or untouched, or what it was is here. Threading: each lane on its own; repairs
+// by one rank, while no other writes.
 #pragma once
 
 #include <atomic>

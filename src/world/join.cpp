@@ -206,15 +206,16 @@ void World::move_to(const NextGeneration& next) const {
   placement.size = next.size;
   placement.generation = next.number;
   placement.notice_fd.reset();  // it is known
-  const auto fresh = join_as(membership->options(), placement);
+  const auto fresh = join_as(membership->options(), placement, /*is_told=*/false);
   fresh->membership = membership;
   fresh->seed = state_->seed;  // of the run
   fresh->generation = next.number;
   state_->replace_by(*fresh);
 }
 
-std::shared_ptr<World::State> World::join_as(const JoinOptions& options,
-                                             const Placement& placement) {
+// `is_told`: to people.
+std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const Placement& placement,
+                                             bool is_told) {
   const auto deadline = std::chrono::steady_clock::now() + options.join_timeout;
   const Environment environment = Environment::of_process();
   const Log log(placement.rank);  // before anybody is told of this rank: it may throw
@@ -270,7 +271,7 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options,
     state->membership =
         std::make_shared<Membership>(open.store, *placement.notice_fd, options, placement);
   }
-  announce(log, context, choice);
+  if (is_told) announce(log, context, choice);
   return state;
 }
 

@@ -1,5 +1,5 @@
-// Elastic jobs on several hosts: launchers on one machine whose ranks count as different hosts', and
-// network namespaces with a cable that is cut.
+// Elastic jobs on several hosts: launchers on one machine whose ranks count as different hosts',
+// and network namespaces with a cable that is cut.
 
 #include <gtest/gtest.h>
 
@@ -38,18 +38,29 @@ class TwoHosts {
   }
 
   void start(int host, const std::string& id) {
-    std::vector<std::string> arguments = {
-        "run",         "-n",     "2",         "--elastic",
-        "--hosts",     hosts_,   "--host-rank", std::to_string(host),
-        "--master",    text::format("127.0.0.1:{}", port_),
-        "--lost-after", "4",     "--",        LOCKSTEP_ELASTIC_TRAINER,
-        folder_.path() + "/run", model_,      std::to_string(steps_),
-        "log=" + folder_.path()};
+    std::vector<std::string> arguments = {"run",
+                                          "-n",
+                                          "2",
+                                          "--elastic",
+                                          "--hosts",
+                                          hosts_,
+                                          "--host-rank",
+                                          std::to_string(host),
+                                          "--master",
+                                          text::format("127.0.0.1:{}", port_),
+                                          "--lost-after",
+                                          "4",
+                                          "--",
+                                          LOCKSTEP_ELASTIC_TRAINER,
+                                          folder_.path() + "/run",
+                                          model_,
+                                          std::to_string(steps_),
+                                          "log=" + folder_.path()};
     arguments.insert(arguments.end(), more_.begin(), more_.end());
-    jobs_[host] = std::make_unique<Job>(
-        arguments, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"},
-                                            {"LOCKSTEP_SECRET", kSecret},
-                                            {"LOCKSTEP_HOST_ID", id}}});
+    jobs_[host] =
+        std::make_unique<Job>(arguments, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"},
+                                                                  {"LOCKSTEP_SECRET", kSecret},
+                                                                  {"LOCKSTEP_HOST_ID", id}}});
   }
   Job& job(int host) { return *jobs_.at(host); }
   void kill(int host) {
@@ -133,12 +144,25 @@ TEST(ElasticHosts, AfterACutOneSideGoesOn) {
   const Folder folder;
   std::vector<std::unique_ptr<Job>> jobs;
   for (int host = 0; host < 2; ++host) {
-    std::vector<std::string> command = {
-        "run",          "-n",        "2",   "--elastic",
-        "--hosts",      "1:2",       "--host-rank", std::to_string(host),
-        "--master",     net.address(0) + ":29500",
-        "--lost-after", "4",         "--",  LOCKSTEP_ELASTIC_TRAINER,
-        folder.path() + "/run", "cnn", "900", "log=" + folder.path(), "sleep=10"};
+    std::vector<std::string> command = {"run",
+                                        "-n",
+                                        "2",
+                                        "--elastic",
+                                        "--hosts",
+                                        "1:2",
+                                        "--host-rank",
+                                        std::to_string(host),
+                                        "--master",
+                                        net.address(0) + ":29500",
+                                        "--lost-after",
+                                        "4",
+                                        "--",
+                                        LOCKSTEP_ELASTIC_TRAINER,
+                                        folder.path() + "/run",
+                                        "cnn",
+                                        "900",
+                                        "log=" + folder.path(),
+                                        "sleep=10"};
     jobs.push_back(std::make_unique<Job>(
         command, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SECRET", kSecret}},
                             .prefix = net.prefix(host)}));

@@ -35,8 +35,8 @@ class Folder {
 };
 
 inline std::vector<std::string> arguments(const Folder& folder, const std::string& model, int steps,
-                                   std::vector<std::string> more,
-                                   std::vector<std::string> launcher = {}) {
+                                          std::vector<std::string> more,
+                                          std::vector<std::string> launcher = {}) {
   std::vector<std::string> all = {"run", "-n", std::to_string(kRanks), "--elastic"};
   all.insert(all.end(), launcher.begin(), launcher.end());
   all.insert(all.end(), {"--", LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", model,
@@ -59,11 +59,11 @@ inline std::string expected(const std::string& model, int steps) {
   auto& result = known[{model, steps}];
   if (result.empty()) {
     const Folder folder;
-    result = result_of(run_job({"run", "-n", "1", "--logical-ranks", std::to_string(kRanks), "--",
-                                LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", model,
-                                std::to_string(steps)},
-                               options())
-                           .out);
+    result = result_of(
+        run_job({"run", "-n", "1", "--logical-ranks", std::to_string(kRanks), "--",
+                 LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", model, std::to_string(steps)},
+                options())
+            .out);
   }
   return result;
 }
@@ -85,8 +85,8 @@ inline testing::AssertionResult has_each_sample_once(const Folder& folder, int s
       const auto [found, is_new] = samples.try_emplace({step, player}, rest);
       // A process may die while it writes.
       if (!is_new && found->second != rest && !found->second.starts_with(rest)) {
-        return testing::AssertionFailure() << "step " << step << ", logical rank " << player
-                                           << ": " << found->second << " and " << rest;
+        return testing::AssertionFailure() << "step " << step << ", logical rank " << player << ": "
+                                           << found->second << " and " << rest;
       }
     }
   }
@@ -100,7 +100,8 @@ inline testing::AssertionResult has_each_sample_once(const Folder& folder, int s
     std::istringstream words(rest);
     for (std::string word; words >> word;) {
       if (!epochs[place.first / kStepsPerEpoch].insert(word).second) {
-        return testing::AssertionFailure() << "sample " << word << " twice, at step " << place.first;
+        return testing::AssertionFailure()
+               << "sample " << word << " twice, at step " << place.first;
       }
     }
   }

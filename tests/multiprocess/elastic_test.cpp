@@ -28,8 +28,8 @@ class ElasticPhases : public testing::TestWithParam<Case> {};
 TEST_P(ElasticPhases, AKilledRankChangesNoBit) {
   const Folder folder;
   const auto& [model, shard, phase] = GetParam();
-  const JobResult job = run_job(
-      arguments(folder, model, 14, {"shard=" + shard, "kill=2:5:" + phase}), options());
+  const JobResult job =
+      run_job(arguments(folder, model, 14, {"shard=" + shard, "kill=2:5:" + phase}), options());
   EXPECT_EQ(job.code, 0) << job.err;
   EXPECT_EQ(result_of(job.out), expected(model, 14)) << job.err;
   EXPECT_TRUE(has(job.err, "rank 2 (pid ")) << job.err;
@@ -101,28 +101,27 @@ TEST(ElasticJob, ExitCodesThatAreNotRetried) {
 
 TEST(ElasticJob, TooFewRanksEndTheJob) {
   const Folder folder;
-  const JobResult job = run_job(
-      arguments(folder, "mlp", 100, {"sleep=10", "kill=1:5:forward"}, {"--min-ranks", "4"}),
-      options());
+  const JobResult job =
+      run_job(arguments(folder, "mlp", 100, {"sleep=10", "kill=1:5:forward"}, {"--min-ranks", "4"}),
+              options());
   EXPECT_EQ(job.code, 128 + SIGKILL) << job.err;
   EXPECT_TRUE(has(job.err, "3 ranks left, fewer than --min-ranks 4")) << job.err;
 }
 
 TEST(ElasticJob, NobodyIsLeft) {
   const Folder folder;
-  const JobResult job =
-      run_job(arguments(folder, "mlp", 100,
-                        {"sleep=10", "kill=0:5:forward", "kill=1:5:forward", "kill=2:5:forward",
-                         "kill=3:5:forward"}),
-              options());
+  const JobResult job = run_job(arguments(folder, "mlp", 100,
+                                          {"sleep=10", "kill=0:5:forward", "kill=1:5:forward",
+                                           "kill=2:5:forward", "kill=3:5:forward"}),
+                                options());
   EXPECT_EQ(job.code, 128 + SIGKILL) << job.err;
   EXPECT_TRUE(has(job.err, "was killed by signal 9")) << job.err;
 }
 
 TEST(ElasticJob, AnErrorThatIsNoLossIsThrown) {
   const Folder folder;
-  const JobResult job = run_job(
-      arguments(folder, "mlp", 30, {"throw=1:5"}, {"--max-replacements", "0"}), options());
+  const JobResult job =
+      run_job(arguments(folder, "mlp", 30, {"throw=1:5"}, {"--max-replacements", "0"}), options());
   EXPECT_EQ(job.code, 0) << job.err;  // the other ranks go on
   EXPECT_TRUE(has(job.err, "a fault of the script")) << job.err;
   EXPECT_TRUE(has(job.err, "rank 1 is not replaced any more")) << job.err;
@@ -130,10 +129,10 @@ TEST(ElasticJob, AnErrorThatIsNoLossIsThrown) {
 
 TEST(ElasticJob, WithoutTheOptionARankThatIsLostEndsTheJob) {
   const Folder folder;
-  const JobResult job = run_job({"run", "-n", "2", "--logical-ranks", "2", "--",
-                                 LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", "mlp", "1000",
-                                 "exit=1:5:3"},
-                                {.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SEAT", "1"}}});
+  const JobResult job =
+      run_job({"run", "-n", "2", "--logical-ranks", "2", "--", LOCKSTEP_ELASTIC_TRAINER,
+               folder.path() + "/run", "mlp", "1000", "exit=1:5:3"},
+              {.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SEAT", "1"}}});
   EXPECT_NE(job.code, 0) << job.err;
 }
 
@@ -143,8 +142,8 @@ TEST(ElasticScale, RanksComeAndLeaveAtTheEndOfAStep) {
   const JobOptions its = {
       .variables = {{"OMP_NUM_THREADS", "1"}, {"XDG_RUNTIME_DIR", folder.path()}}};
   Job job({"run", "-n", "2", "--elastic", "--logical-ranks", "4", "--job-id", name, "--",
-           LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", "cnn", "700",
-           "log=" + folder.path(), "sleep=10"},
+           LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", "cnn", "700", "log=" + folder.path(),
+           "sleep=10"},
           its);
   const auto scale = [&](std::vector<std::string> more) {
     more.insert(more.begin(), {"scale", name});
@@ -168,7 +167,8 @@ TEST(ElasticScale, RanksComeAndLeaveAtTheEndOfAStep) {
   job.wait_for_output(": 1 rank at step ");
   EXPECT_EQ(job.wait().code, 0) << job.err();
   EXPECT_EQ(result_of(job.out()), expected("cnn", 700)) << job.err();
-  EXPECT_FALSE(has(job.err(), "is done again")) << job.err();  // nothing is lost by a planned change
+  EXPECT_FALSE(has(job.err(), "is done again"))
+      << job.err();  // nothing is lost by a planned change
   EXPECT_TRUE(has_each_sample_once(folder, 700));
   EXPECT_TRUE(has(run_job({"scale", name}, its).err, "There is no elastic job"));
 }

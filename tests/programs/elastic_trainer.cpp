@@ -57,7 +57,8 @@ class Faults {
     if (number == nullptr || seat != number) return;
     if (is_of_newcomer != (std::getenv("LOCKSTEP_NEWCOMER") != nullptr)) return;
     is_once_ = is_of_newcomer;
-    all_[kind + (second == std::string::npos ? "" : text.substr(second + 1))] = std::stoll(text.substr(first + 1, second - first - 1));
+    all_[kind + (second == std::string::npos ? "" : text.substr(second + 1))] =
+        std::stoll(text.substr(first + 1, second - first - 1));
   }
   void play(const std::string& phase, std::int64_t step) const {
     for (const auto& [what, when] : all_) {
@@ -92,10 +93,8 @@ struct Options {
 };
 
 Options parse(int argc, char** argv) {
-  Options options{.folder = argv[1],
-                  .model = argv[2],
-                  .steps = std::atoll(argv[3]),
-                  .faults = Faults(argv[1])};
+  Options options{
+      .folder = argv[1], .model = argv[2], .steps = std::atoll(argv[3]), .faults = Faults(argv[1])};
   for (int i = 4; i < argc; ++i) {
     const std::string text = argv[i];
     const std::string value = text.substr(text.find('=') + 1);
@@ -218,8 +217,8 @@ int train(const Options& options, const World& world) {
   }
   ddp.check_replicas();
   if (world.rank() == 0) {
-    text::print("weights {:016x} after {} steps, sum {}, lr {:.6g}, {} ranks, generation {}\n", hash,
-                elastic.steps(), sum, schedule.lr(), world.size(), world.generation());
+    text::print("weights {:016x} after {} steps, sum {}, lr {:.6g}, {} ranks, generation {}\n",
+                hash, elastic.steps(), sum, schedule.lr(), world.size(), world.generation());
     std::fflush(stdout);
   }
   return 0;
@@ -227,9 +226,8 @@ int train(const Options& options, const World& world) {
 
 template <typename Model>
 int train_with(const Options& options, const World& world) {
-  return options.shard == Shard::kNone
-             ? train<Model, optim::AdamW>(options, world)
-             : train<Model, optim::Sharded<optim::AdamW>>(options, world);
+  return options.shard == Shard::kNone ? train<Model, optim::AdamW>(options, world)
+                                       : train<Model, optim::Sharded<optim::AdamW>>(options, world);
 }
 
 }  // namespace

@@ -10,13 +10,16 @@
 namespace lockstep::shm {
 namespace {
 
-constexpr Journal::Size kSize = {.num_ranks = 3, .num_lanes = 2, .num_pieces = 4, .piece_bytes = 10};
+constexpr Journal::Size kSize = {
+    .num_ranks = 3, .num_lanes = 2, .num_pieces = 4, .piece_bytes = 10};
 
 // Two runs of memory make a piece, which an update adds one to.
 class JournalTest : public testing::Test {
  protected:
   Journal of(int rank) { return {memory_.data(), rank, kSize}; }
-  Journal::Runs runs() { return {{first_.data(), first_.size()}, {second_.data(), second_.size()}}; }
+  Journal::Runs runs() {
+    return {{first_.data(), first_.size()}, {second_.data(), second_.size()}};
+  }
   void add_to(std::vector<std::byte>& run, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
       run[i] = static_cast<std::byte>(std::to_integer<int>(run[i]) + 1);
