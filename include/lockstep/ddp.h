@@ -282,7 +282,8 @@ class LOCKSTEP_API DistributedDataParallel {
   // Of an elastic job: in the next generation there is another reducer.
   friend class Elastic;
 
-  std::function<std::unique_ptr<Reducer, ReducerDeleter>()> make_;
+  // `are_equal`: replicas need not be made equal.
+  std::function<std::unique_ptr<Reducer, ReducerDeleter>(bool are_equal)> make_;
   std::unique_ptr<Reducer, ReducerDeleter> reducer_;
 };
 

@@ -209,7 +209,7 @@ class LOCKSTEP_API World {
   struct Derived;
   explicit World(std::shared_ptr<State> state) : state_(std::move(state)) {}
   static std::shared_ptr<State> join_as(const JoinOptions& options, const Placement& placement,
-                                        bool is_told = true);
+                                        const std::shared_ptr<Membership>& before = {});
   static std::shared_ptr<State> wait_as_newcomer(const JoinOptions& options,
                                                  const Placement& placement);
 

@@ -71,10 +71,10 @@ ModelView view_of(const ModelView& all, const std::vector<std::string>& ignored)
 std::unique_ptr<Reducer, ReducerDeleter> make_reducer(const ModelView& all,
                                                       std::vector<std::string> sparse,
                                                       const World& world,
-                                                      const DdpOptions& options) {
+                                                      const DdpOptions& options, bool are_equal) {
   const PurposeScope purpose(Purpose::kWrap);
   return std::unique_ptr<Reducer, ReducerDeleter>(
-      new Reducer(view_of(all, options.ignored), std::move(sparse), world, options));
+      new Reducer(view_of(all, options.ignored), std::move(sparse), world, options, are_equal));
 }
 
 }  // namespace
@@ -90,10 +90,10 @@ DistributedDataParallel::DistributedDataParallel(std::shared_ptr<torch::nn::Modu
   const ModelView all = {.parameters = [model] { return each_once(model->named_parameters()); },
                          .buffers = [model] { return each_once(model->named_buffers()); }};
   check_ignored(all, world, options);
-  make_ = [all, model, world, options] {
-    return make_reducer(all, sparse_names(*model, options.sparse), world, options);
+  make_ = [all, model, world, options](bool are_equal) {
+    return make_reducer(all, sparse_names(*model, options.sparse), world, options, are_equal);
   };
-  reducer_ = make_();
+  reducer_ = make_(false);
 }
 
 DistributedDataParallel::DistributedDataParallel(torch::nn::Module& model, World world,
@@ -108,8 +108,10 @@ DistributedDataParallel::DistributedDataParallel(std::vector<NamedTensor> parame
   const ModelView all = {.parameters = [tensors = each_once(parameters)] { return tensors; },
                          .buffers = [tensors = each_once(buffers)] { return tensors; }};
   check_ignored(all, world, options);
-  make_ = [all, world, options] { return make_reducer(all, options.sparse, world, options); };
-  reducer_ = make_();
+  make_ = [all, world, options](bool are_equal) {
+    return make_reducer(all, options.sparse, world, options, are_equal);
+  };
+  reducer_ = make_(false);
 }
 
 void DistributedDataParallel::rewrap() {
@@ -124,7 +126,7 @@ void DistributedDataParallel::rewrap() {
                      "The gradients of the last backward() were not used.\nCall rewrap() after "
                      "optimizer.step(), or discard() first.");
   }
-  auto next = make_();
+  auto next = make_(false);
   next->take_settings_from(*reducer_);
   reducer_ = std::move(next);
 }

@@ -72,7 +72,8 @@ std::string label_of(const ModelView& model, int number, const std::string& name
 
 }  // namespace
 
-Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options)
+Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options,
+                 bool are_equal)
     : number_(next_number++),
       world_(world.size() == 1 ? world : world.duplicate(label_of(model, number_, options.name))),
       options_(std::move(options)),
@@ -107,7 +108,9 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
                   });
   are_numbers_apart_ = options_.hook || options_.optimizer != nullptr || has_devices();
   has_buffers_ = !watch_.buffers().empty();
-  if (world_.size() > 1) take_state_from(0, !has_same_tensors(world_, parameters));
+  if (world_.size() > 1 && !are_equal) {
+    take_state_from(0, !has_same_tensors(world_, parameters));
+  }
   hash_log_ = HashLog::open(world_, options_.name);
   if (is_alone()) return;
 

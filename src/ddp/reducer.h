@@ -33,8 +33,9 @@ namespace lockstep {
 
 class Reducer {
  public:
-  // Collective.
-  Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options);
+  // Collective. `are_equal`: the replicas are, so that nobody is sent anything.
+  Reducer(ModelView model, std::vector<std::string> sparse, World world, DdpOptions options,
+          bool are_equal = false);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;

@@ -8,6 +8,7 @@
 #include <lockstep/elastic.h>
 #include <lockstep/error.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -66,6 +67,7 @@ struct Elastic::Impl {
   bool is_in_step = true;  // something of the next one was done, for people
 
   std::vector<Reducer::Settings> settings;  // while there are no reducers
+  int tried = -1;  // the generation that was joined last, or could not be
   Clock::time_point lost_at;
   std::vector<std::string> reasons;  // since the last generation that trained
 };
@@ -147,7 +149,7 @@ void Elastic::Impl::take_back() {
 void Elastic::Impl::attach() {
   for (std::size_t i = 0; i < kept.ddps.size(); ++i) {
     DistributedDataParallel& ddp = *kept.ddps[i];
-    ddp.reducer_ = ddp.make_();
+    ddp.reducer_ = ddp.make_(/*are_equal=*/true);  // share_state() has made them so
     ddp.reducer_->take(settings[i]);
     ddp.reducer_->set_num_steps(ddp_steps[i]);
     watch(*ddp.reducer_);
@@ -163,10 +165,12 @@ void Elastic::Impl::watch(Reducer& reducer) const {
 bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   const bool is_newcomer = world.is_waiting();
   take_back();
-  const NextGeneration next = world.membership()->wait_for_next(world.generation(), is_planned);
+  const NextGeneration next =
+      world.membership()->wait_for_next(std::max(world.generation(), tried), is_planned);
   if (next.kind == NextKind::kLeave) return false;
   if (next.kind == NextKind::kIntact) std::rethrow_exception(error);  // not a lost rank
   reasons.insert(reasons.end(), next.changes.begin(), next.changes.end());
+  tried = next.number;
   world.move_to(next);
   const StateShared shared = share_state(
       world, kept.parts,
@@ -268,7 +272,8 @@ bool Elastic::run(const std::function<void()>& train) {
       is_planned = true;
       self.lost_at = Clock::now();
     } catch (const Error& one) {
-      if (!may_be_loss(one)) throw;
+      // While ranks re-form, only another loss makes them do it again.
+      if (!may_be_loss(one) || (must_reform && one.kind() != ErrorKind::kPeerLost)) throw;
       error = std::current_exception();
       if (!must_reform) self.lost_at = Clock::now();
     }

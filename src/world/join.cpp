@@ -111,10 +111,16 @@ std::chrono::milliseconds remaining(std::chrono::steady_clock::time_point deadli
 // ends; then it tries once more, as long as there is time.
 Rendezvous open_and_rendezvous(const JoinOptions& options, const Placement& placement,
                                const std::string& engine, const shm::SegmentName& page,
-                               std::chrono::steady_clock::time_point deadline, OpenStore& open) {
+                               std::chrono::steady_clock::time_point deadline,
+                               const Membership* before, OpenStore& open) {
   while (true) {
-    open = options.store ? OpenStore{options.store, "the program's own store", [] {}}
-                         : open_store(placement, remaining(deadline));
+    if (before != nullptr) {  // there is one socket, which all stores of this process share
+      open = OpenStore{before->store()->clone(), "this host's launcher", [] {}};
+      open.store->setTimeout(remaining(deadline));
+    } else {
+      open = options.store ? OpenStore{options.store, "the program's own store", [] {}}
+                           : open_store(placement, remaining(deadline));
+    }
     try {
       return hold_rendezvous(open, placement, engine, page, remaining(deadline));
     } catch (const StoreLost&) {
@@ -206,16 +212,16 @@ void World::move_to(const NextGeneration& next) const {
   placement.size = next.size;
   placement.generation = next.number;
   placement.notice_fd.reset();  // it is known
-  const auto fresh = join_as(membership->options(), placement, /*is_told=*/false);
+  const auto fresh = join_as(membership->options(), placement, membership);
   fresh->membership = membership;
   fresh->seed = state_->seed;  // of the run
   fresh->generation = next.number;
   state_->replace_by(*fresh);
 }
 
-// `is_told`: to people.
+// `before`: of an elastic job that is in its next generation; else null.
 std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const Placement& placement,
-                                             bool is_told) {
+                                             const std::shared_ptr<Membership>& before) {
   const auto deadline = std::chrono::steady_clock::now() + options.join_timeout;
   const Environment environment = Environment::of_process();
   const Log log(placement.rank);  // before anybody is told of this rank: it may throw
@@ -226,7 +232,8 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const P
   std::optional<shm::Segment> page;
   if (placement.size > 1) page.emplace(shm::Board::make_page());
   const Rendezvous rendezvous = open_and_rendezvous(
-      options, placement, engine, page ? page->name() : shm::SegmentName(), deadline, open);
+      options, placement, engine, page ? page->name() : shm::SegmentName(), deadline, before.get(),
+      open);
 
   auto state = std::make_shared<State>();
   state->rank = placement.rank;
@@ -271,7 +278,7 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const P
     state->membership =
         std::make_shared<Membership>(open.store, *placement.notice_fd, options, placement);
   }
-  if (is_told) announce(log, context, choice);
+  if (!before) announce(log, context, choice);
   return state;
 }
 

@@ -46,6 +46,7 @@ class Membership {
   // TimeoutError, PeerLostError (the launcher is gone).
   NextGeneration wait_for_next(int from, bool is_planned);
 
+  const c10::intrusive_ptr<c10d::Store>& store() const { return line_; }
   const JoinOptions& options() const { return options_; }
   const Placement& placement() const { return placement_; }
 
