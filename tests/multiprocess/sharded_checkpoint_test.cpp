@@ -232,7 +232,8 @@ TEST_F(ShardedOverHosts, TornParametersAreNotSaved) {
       shards->begin_update(1, 0, [] { return std::vector<std::string>{"a step"}; });
       std::exception_ptr failure;
       try {
-        shards->run_update([](int, std::size_t) { throw std::runtime_error("it fails"); });
+        shards->run_update(
+            {.write = [](int, std::size_t) { throw std::runtime_error("it fails"); }, .runs = {}});
       } catch (const std::runtime_error&) {
         failure = std::current_exception();
       }
