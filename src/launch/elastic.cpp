@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "base/text.h"
 
@@ -53,6 +54,45 @@ void ElasticJob::begin(int generation, const std::map<int, int>& ranks_of_hosts)
   }
   roster_.begin(generation, seats);
   publish();
+}
+
+void ElasticJob::restore(int generation, int num_logical,
+                         const std::map<int, std::vector<SeatState>>& hosts,
+                         const std::string& why) {
+  stop();
+  is_stopped_ = false;
+  places_.clear();
+  told_.clear();
+  num_completed_ = 0;
+  changes_ = {why};
+  std::vector<Roster::Known> processes;
+  std::set<int> old_generations = {generation};
+  for (const auto& [host, seats] : hosts) {
+    for (const SeatState& one : seats) {
+      const Seat seat{host, one.place};
+      places_[seat] = {.number = one.number,
+                       // One that has left is not replaced.
+                       .is_wanted = !one.has_ended || one.has_failed,
+                       .is_alive = !one.has_ended,
+                       .started = Clock::now()};
+      if (one.has_ended) {
+        if (one.is_done && !one.has_failed) ++num_completed_;
+        continue;
+      }
+      if (one.generation >= 0) old_generations.insert(one.generation);
+      processes.push_back({.seat = seat,
+                           .rank = one.generation >= 0 ? std::max(one.rank, 0) : -1,
+                           .has_entered = one.has_entered,
+                           .is_done = one.is_done});
+    }
+  }
+  roster_.restore(generation, num_logical, processes);
+  for (const int old : old_generations) callbacks_.revoke(old, why);
+  publish();
+  for (const auto& [seat, place] : places_) {
+    if (place.is_wanted && !place.is_alive && num_completed_ == 0) start_in(seat);
+  }
+  close_if_complete();
 }
 
 int ElasticJob::next_number() const {
@@ -273,7 +313,7 @@ void ElasticJob::close_if_complete() {
 
 // All ranks of a host have left: its launcher may end.
 void ElasticJob::close_if_drained(int host) {
-  if (host == 0) return;
+  if (host == options_.host_rank) return;  // it coordinates
   for (const auto& [seat, place] : places_) {
     if (seat.first == host && (place.is_wanted || place.is_alive)) return;
   }

@@ -16,6 +16,7 @@
 #include "launch/job.h"
 #include "launch/roster.h"
 #include "launch/run_options.h"
+#include "launch/takeover.h"
 
 namespace lockstep {
 
@@ -35,6 +36,9 @@ class ElasticJob {
 
   // All ranks start together: so many on each host.
   void begin(int generation, const std::map<int, int>& ranks_of_hosts);
+  // What is left of a job whose coordinator was lost, by host. `why` it was.
+  void restore(int generation, int num_logical, const std::map<int, std::vector<SeatState>>& hosts,
+               const std::string& why);
   // A host has come to a job that runs: ranks are started there.
   void add_host(int host, const std::string& name, int num_ranks);
   // A host is gone, with all its processes. False if nobody is left who could go on.
@@ -53,6 +57,9 @@ class ElasticJob {
 
   bool is_open() const { return roster_.is_open(); }
   bool is_complete() const { return is_complete_; }
+  int generation() const { return roster_.generation(); }
+  int num_logical() const { return roster_.num_logical(); }
+  int num_members() const { return roster_.num_members(); }
 
  private:
   using Clock = EventLoop::Clock;

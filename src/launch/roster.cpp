@@ -8,9 +8,23 @@ void Roster::begin(int generation, const std::vector<Seat>& seats) {
   processes_.clear();
   generation_ = generation;
   num_logical_ = 0;
-  is_broken_ = is_agreed_ = false;
+  is_broken_ = is_agreed_ = is_restored_ = false;
   int rank = 0;
   for (const Seat& seat : seats) processes_[seat] = {.is_member = true, .rank = rank++};
+}
+
+void Roster::restore(int generation, int num_logical, const std::vector<Known>& processes) {
+  processes_.clear();
+  generation_ = generation;
+  num_logical_ = num_logical;
+  is_agreed_ = false;
+  is_broken_ = is_restored_ = true;
+  for (const Known& one : processes) {
+    processes_[one.seat] = {.is_member = one.rank >= 0,
+                            .has_entered = one.has_entered,
+                            .is_done = one.is_done,
+                            .rank = one.rank};
+  }
 }
 
 void Roster::enter(Seat seat, int num_logical) {
@@ -83,6 +97,7 @@ Roster::Answer Roster::ask(Seat seat, int from, bool is_planned) {
 // A newcomer is wanted only as long as it has a logical rank to play.
 bool Roster::is_change_wanted() const {
   if (!is_open() || has_done()) return false;
+  if (is_restored_) return true;
   const bool has_room = num_logical_ == 0 || num_members() < num_logical_;
   return std::ranges::any_of(processes_, [&](const auto& one) {
     const Process& its = one.second;
@@ -115,7 +130,7 @@ void Roster::form_if_ready() {
     ++num_members;
   }
   ++generation_;
-  is_broken_ = is_agreed_ = false;
+  is_broken_ = is_agreed_ = is_restored_ = false;
   int rank = 0;
   for (auto& [_, its] : processes_) {
     if (!its.is_member || its.is_done) {

@@ -35,6 +35,15 @@ class Roster {
   // A member of the first generation has come to the part of the program that survives losses.
   void enter(Seat seat, int num_logical);
   bool is_open() const;  // all members have
+  // What is left of a job whose coordinator was lost. Its members form the next generation, at the
+  // latest at the end of a step: the store of this one is gone.
+  struct Known {
+    Seat seat = {};
+    int rank = -1;  // -1: a newcomer
+    bool has_entered = false;
+    bool is_done = false;
+  };
+  void restore(int generation, int num_logical, const std::vector<Known>& processes);
   // A process was started there: a newcomer.
   void add(Seat seat);
   void set_leaving(Seat seat);
@@ -79,6 +88,7 @@ class Roster {
   int num_logical_ = 0;     // at most so many members; 0: not known
   bool is_broken_ = false;  // a member of this generation is gone
   bool is_agreed_ = false;  // members come at the end of a step
+  bool is_restored_ = false;  // and the next generation is not formed yet
 };
 
 }  // namespace lockstep
