@@ -304,6 +304,7 @@ void Coordinator::start(int generation) {
 }
 
 void Coordinator::report(const StopCause& cause) {
+  if (has_left_) return;  // ranks that are killed are no cause
   if (gathering_) restore();  // what runs is known then, and can be stopped
   // Who kills the launcher of a host of an elastic job kills that host alone, if others can go on.
   const bool is_here = cause.host_rank == options_.host_rank;

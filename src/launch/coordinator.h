@@ -140,6 +140,7 @@ class Coordinator : public Leader {
   int generation_ = -1;  // none has started
   End end_ = End::kOk;   // of all ranks of this generation, so far
   bool is_finished_ = false;
+  bool has_left_ = false;  // the job goes on without this host, if it can
   std::optional<StopCause> cause_;
   std::optional<StopCause> effect_;  // of a rank that blames another one, which has not failed yet
   EventLoop::Timer effect_timer_;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <csignal>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/text.h"
 #include "launch/coordinator.h"
@@ -121,7 +122,7 @@ void Coordinator::step_down(const std::string& reason) {
 
 // This host alone: the others hear nothing, and elect another coordinator.
 void Coordinator::leave(StopCause cause) {
-  if (is_finished_) return;
+  if (is_finished_ || std::exchange(has_left_, true)) return;
   forget_effect();
   if (gathering_) loop_.cancel(gathering_->deadline);
   gathering_.reset();

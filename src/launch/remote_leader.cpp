@@ -225,7 +225,7 @@ void RemoteLeader::fail(const std::string& text, int code, const std::string& ad
 void RemoteLeader::report(const StopCause& cause) {
   // Who kills the launcher of a host of an elastic job kills that host alone.
   const bool is_kill = cause.is_interrupt && cause.signal == SIGKILL;
-  if ((options_.is_elastic && is_kill && has_joined_) || is_orphan()) {
+  if (!lost_ && ((options_.is_elastic && is_kill && has_joined_) || is_orphan())) {
     lost_ = cause;
     host_.stop(cause);
     if (connection_) connection_->close();

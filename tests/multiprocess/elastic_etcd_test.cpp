@@ -69,7 +69,7 @@ class ElasticEtcd : public testing::Test {
     jobs_[host] = std::make_unique<Job>(
         arguments, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"},
                                             {"LOCKSTEP_HOST_ID", text::format("h{}", host)},
-                                            {"LOCKSTEP_SECRET", "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHM="}}});
+                                            {"LOCKSTEP_SECRET", "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA=="}}});
   }
   void start_hosts(int steps) {
     for (int host = 0; host < kHosts; ++host) start_host(host, "1:3", steps);
@@ -103,11 +103,17 @@ class ElasticEtcd : public testing::Test {
     }
     return last;
   }
-  // Until a rank has begun `step`.
+  // Until a rank has begun `step`; throws std::runtime_error.
   void wait_for_step(int step) {
     const auto limit = Clock::now() + kPatience;
     while (last_step() < step) {
-      ASSERT_LT(Clock::now(), limit) << "step " << step << " was not reached" << texts();
+      if (Clock::now() > limit) {
+        for (const auto& [_, job] : jobs_) {
+          for (const pid_t one : job->processes()) ::kill(one, SIGKILL);
+          job->wait();
+        }
+        throw std::runtime_error(text::format("step {} was not reached{}", step, texts()));
+      }
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   }

@@ -119,6 +119,32 @@ TEST(Roster, WhoIsToLeaveLeavesAtTheEndOfAStep) {
   expect_place(roster.ask({0, 1}, 0, true), 1, 0, 2);
 }
 
+// The coordinator was lost, with a member. One has heard of generation 3, the other not yet.
+TEST(Roster, WhatIsRestoredFormsTheNextGeneration) {
+  Roster roster;
+  roster.restore(3, 4,
+                 {{.seat = {1, 0}, .rank = 1, .has_entered = true},
+                  {.seat = {2, 0}, .rank = 1, .has_entered = true},
+                  {.seat = {2, 1}}});
+  EXPECT_TRUE(roster.is_open());
+  EXPECT_EQ(roster.num_members(), 2);
+  EXPECT_EQ(roster.newcomers(), std::vector<Seat>({{2, 1}}));
+  EXPECT_EQ(roster.wanted(), 4);  // also if nobody has noticed anything
+  EXPECT_EQ(roster.ask({1, 0}, 3, false).kind, Kind::kWait);
+  expect_place(roster.ask({2, 0}, 2, true), 4, 1, 2);
+  expect_place(roster.ask({1, 0}, 3, false), 4, 0, 2);
+  EXPECT_EQ(roster.wanted(), 4);
+}
+
+TEST(Roster, WhatIsRestoredIsNotOpenBeforeAllHaveEntered) {
+  Roster roster;
+  roster.restore(0, 0, {{.seat = {1, 0}, .rank = 0}, {.seat = {2, 0}, .rank = 1}});
+  roster.enter({1, 0}, 2);
+  EXPECT_FALSE(roster.is_open());
+  roster.enter({2, 0}, 2);
+  EXPECT_TRUE(roster.is_open());
+}
+
 TEST(Roster, WhoIsDoneIsNotWaitedForAndNobodyJoinsAnyMore) {
   Roster roster = three();
   roster.add({1, 1});
