@@ -348,7 +348,7 @@ void Coordinator::stop(StopCause cause) {
 }
 
 void Coordinator::on_lost(int host_rank, const std::string& reason) {
-  if (is_finished_) return;
+  if (is_finished_ || !may_decide()) return;
   Member& member = members_[host_rank];
   // It may only have been held up: then it hears why it is alone.
   member.connection->close({{"type", "lost"}, {"reason", reason}});
@@ -463,6 +463,10 @@ void Coordinator::finish(std::optional<StopCause> cause) {
 }
 
 void Coordinator::report_end(End end) {
+  if (is_draining_ && end != End::kFailed && !cause_ && !elastic_->is_complete()) {
+    leave(std::nullopt);
+    return;
+  }
   if (!gathering_) return on_end(options_.host_rank, end);
   gathering_->later.emplace_back([this, end] { report_end(end); });
 }

@@ -64,6 +64,7 @@ class Coordinator : public Leader {
   void kill_all() override;
   void ask(int place, const Json& request, std::function<void(const Json&)> reply) override;
   void report_seat(const SeatEnd& end) override;
+  bool drain() override;
 
   // Another launcher may be elected now: the ranks of this host are killed, and the other hosts are
   // left to that one.
@@ -97,7 +98,7 @@ class Coordinator : public Leader {
   void restore_if_all_came();
   void restore();
   void check_restored();
-  void leave(StopCause cause);
+  void leave(std::optional<StopCause> cause);
   void tell_state();
   void start_late(int host_rank);
   bool may_decide() const { return !is_held_ || is_held_(); }
@@ -140,6 +141,7 @@ class Coordinator : public Leader {
   int generation_ = -1;  // none has started
   End end_ = End::kOk;   // of all ranks of this generation, so far
   bool is_finished_ = false;
+  bool is_draining_ = false;  // its ranks leave, then another host coordinates
   bool has_left_ = false;  // the job goes on without this host, if it can
   std::optional<StopCause> cause_;
   std::optional<StopCause> effect_;  // of a rank that blames another one, which has not failed yet

@@ -72,8 +72,9 @@ void Coordinator::restore() {
   const std::string why =
       lost.empty() ? text::format("host {} has taken over from host {}", options_.host_rank,
                                   found.job.coordinator)
-                   : text::format("host {} has taken over: host {} was lost", options_.host_rank,
-                                  text::join(lost, ", "));
+                   : text::format("host {} has taken over: host{} {} lost", options_.host_rank,
+                                  lost.size() == 1 ? "" : "s",
+                                  text::join(lost, ", ") + (lost.size() == 1 ? " was" : " were"));
   output_.say(text::format("{}; {} of {} hosts go on after generation {}", why, found.seats.size(),
                            found.job.hosts.size(), found.job.generation));
   elastic_->restore(found.job.generation, found.job.num_logical, found.seats, why);
@@ -120,8 +121,22 @@ void Coordinator::step_down(const std::string& reason) {
          .may_restart = false});
 }
 
+// Its ranks leave at the end of a step; without them it need not coordinate.
+bool Coordinator::drain() {
+  const bool can_go_on = is_held_ && !gathering_ && !cause_ && !is_finished_ && generation_ >= 0 &&
+                         elastic_->is_open() && members_.size() > 1 &&
+                         static_cast<int>(members_.size()) - 1 >= options_.min_hosts;
+  if (!can_go_on) return false;
+  output_.say(
+      "told to stop: the ranks of this host leave at the end of a step, then another host "
+      "coordinates");
+  is_draining_ = true;
+  elastic_->drain_host(options_.host_rank);
+  return true;
+}
+
 // This host alone: the others hear nothing, and elect another coordinator.
-void Coordinator::leave(StopCause cause) {
+void Coordinator::leave(std::optional<StopCause> cause) {
   if (is_finished_ || std::exchange(has_left_, true)) return;
   forget_effect();
   if (gathering_) loop_.cancel(gathering_->deadline);
@@ -133,7 +148,6 @@ void Coordinator::leave(StopCause cause) {
   door_.reset();
   if (elastic_) elastic_->stop();
   cause_ = std::move(cause);
-  cause_->may_restart = false;
   if (!host_.is_running()) return finish(cause_);
   host_.stop(*cause_);  // its end is reported
 }

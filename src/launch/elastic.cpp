@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "base/text.h"
 
@@ -102,6 +101,7 @@ int ElasticJob::next_number() const {
 }
 
 void ElasticJob::add_host(int host, const std::string& name, int num_ranks) {
+  drained_.erase(host);
   callbacks_.say(text::format("host {} ({}) has come, with {}", host, name, count_of(num_ranks)));
   for (int place = 0; place < num_ranks; ++place) {
     const auto [found, is_new] = places_.try_emplace(Seat{host, place});
@@ -143,6 +143,7 @@ bool ElasticJob::remove_host(int host, const std::string& why) {
 }
 
 void ElasticJob::drain_host(int host) {
+  drained_.insert(host);
   for (auto& [seat, place] : places_) {
     if (seat.first != host) continue;
     place.is_wanted = false;
@@ -313,7 +314,7 @@ void ElasticJob::close_if_complete() {
 
 // All ranks of a host have left: its launcher may end.
 void ElasticJob::close_if_drained(int host) {
-  if (host == options_.host_rank) return;  // it coordinates
+  if (host == options_.host_rank && !drained_.contains(host)) return;  // it coordinates
   for (const auto& [seat, place] : places_) {
     if (seat.first == host && (place.is_wanted || place.is_alive)) return;
   }

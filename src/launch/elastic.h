@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,7 @@ class ElasticJob {
   void add_host(int host, const std::string& name, int num_ranks);
   // A host is gone, with all its processes. False if nobody is left who could go on.
   bool remove_host(int host, const std::string& why);
-  void drain_host(int host);  // its ranks leave at the end of a step
+  void drain_host(int host);  // its ranks leave at the end of a step, and it is closed
 
   // False: the job fails, as any job does.
   bool on_end(int host, const SeatEnd& end);
@@ -90,6 +91,7 @@ class ElasticJob {
   std::map<Seat, EventLoop::Timer> timers_;  // until a process is started there
   std::map<int, int> told_;                  // by host: the generation that is wanted, as it knows
   std::vector<std::string> changes_;  // since the last generation, a line each
+  std::set<int> drained_;  // hosts that are to be closed when their ranks have left
   int num_completed_ = 0;
   bool is_stopped_ = false;
   bool is_complete_ = false;
