@@ -50,7 +50,7 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
   }
   members_[options.host_rank] = {.name = host_name(), .num_ranks = options.num_ranks};
   if (options.num_hosts == 1) return;
-  self_ = hello_of(options);
+  self_ = handover.self ? *handover.self : hello_of(options);
   open_door();
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
   // Launchers whose ranks run need a moment to come.

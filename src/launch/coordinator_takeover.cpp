@@ -112,13 +112,13 @@ void Coordinator::check_restored() {
 
 void Coordinator::step_down(const std::string& reason) {
   // Ranks may not take another step: those of the other hosts may be told to go on without them.
-  leave({.host_rank = options_.host_rank,
-         .host = self_.host,
-         .text = text::format("stops its ranks. {}", reason),
-         .advice = "Another host takes over if it can.",
-         .code = kExitPreempted,
-         .signal = SIGKILL,
-         .may_restart = false});
+  leave(StopCause{.host_rank = options_.host_rank,
+                  .host = self_.host,
+                  .text = text::format("stops its ranks. {}", reason),
+                  .advice = "Another host takes over if it can.",
+                  .code = kExitPreempted,
+                  .signal = SIGKILL,
+                  .may_restart = false});
 }
 
 // Its ranks leave at the end of a step; without them it need not coordinate.

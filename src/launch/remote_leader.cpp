@@ -66,7 +66,7 @@ RunningHost RemoteLeader::describe() const {
 }
 
 Handover RemoteLeader::hand_over() {
-  Handover all{.ends = kept_ends_, .end = kept_end_, .has_followed = leader_.term != 0};
+  Handover all{.self = self_, .ends = kept_ends_, .end = kept_end_, .has_followed = leader_.term != 0};
   if (has_started_) all.running = describe();
   for (auto& [_, question] : questions_) all.questions.push_back(std::move(question));
   if (connection_) connection_->close();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/json.h"
+#include "launch/hello.h"
 #include "launch/job.h"
 
 namespace lockstep {
@@ -59,6 +60,7 @@ struct Question {
 
 // What a launcher that follows passes on to itself when it becomes the coordinator.
 struct Handover {
+  std::optional<Hello> self = {};  // as of the start: the program's file may be another one by now
   std::optional<RunningHost> running = {};
   std::vector<SeatEnd> ends = {};  // that no coordinator has heard of
   std::vector<Question> questions = {};
