@@ -74,8 +74,9 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
                    "Seconds between the signal to stop and SIGKILL")
       ->check(CLI::Range(0.0, 86400.0))
       ->capture_default_str();
-  start->add_flag("--elastic", run.is_elastic,
-                  "Ranks that are lost do not end the job: the others go on, and they are replaced");
+  start->add_flag(
+      "--elastic", run.is_elastic,
+      "Ranks that are lost do not end the job: the others go on, and they are replaced");
   start->add_option("--min-ranks", run.min_ranks, "Elastic: with fewer ranks the job ends")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -89,8 +90,9 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
                    "Elastic: exit codes after which a rank is not replaced")
       ->delimiter(',')
       ->capture_default_str();
-  start->add_option("--logical-ranks", run.num_logical,
-                    "Logical ranks (docs/reproducibility.md); elastic: by default as many as ranks")
+  start
+      ->add_option("--logical-ranks", run.num_logical,
+                   "Logical ranks (docs/reproducibility.md); elastic: by default as many as ranks")
       ->check(CLI::PositiveNumber);
   start
       ->add_option("--hosts", typed.hosts,
@@ -99,9 +101,10 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
   start->add_option("--host-rank", run.host_rank, "Which of them this is, from 0")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  start->add_option("--master", typed.master,
-                    "HOST:PORT of host 0, where it listens; with --coordinator: of this host, where "
-                    "it listens if it is elected");
+  start->add_option(
+      "--master", typed.master,
+      "HOST:PORT of host 0, where it listens; with --coordinator: of this host, where "
+      "it listens if it is elected");
   start->add_option("--coordinator", run.coordinator,
                     "Elastic: etcd://HOST:PORT[,HOST:PORT...], where the hosts elect one that "
                     "coordinates; if it is lost, another takes over (else host 0 coordinates)");

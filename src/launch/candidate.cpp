@@ -31,8 +31,7 @@ void Candidate::on_elected(const ElectedLeader& leader) {
   if (remote_->is_ending()) return resign();
   Handover handover = remote_->hand_over();
   remote_.reset();
-  coordinator_ = std::make_unique<Coordinator>(loop_, output_, host_, options_,
-                                               std::move(handover),
+  coordinator_ = std::make_unique<Coordinator>(loop_, output_, host_, options_, std::move(handover),
                                                [this] { return election_->is_held(); });
 }
 

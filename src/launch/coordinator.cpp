@@ -26,11 +26,7 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
 
 Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunOptions& options,
                          Handover handover, std::function<bool()> is_held)
-    : loop_(loop),
-      output_(output),
-      host_(host),
-      options_(options),
-      is_held_(std::move(is_held)) {
+    : loop_(loop), output_(output), host_(host), options_(options), is_held_(std::move(is_held)) {
   host.set_leader(this);
   if (options.is_elastic) {
     elastic_.emplace(
@@ -97,8 +93,8 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection, cons
       door_->refuse("a launcher", "it did not say who it is");
       connection->close();
     }
-  } else if (gathering_ && (type == "ask" || type == "seat_end" || type == "end" ||
-                           type == "drain")) {
+  } else if (gathering_ &&
+             (type == "ask" || type == "seat_end" || type == "end" || type == "drain")) {
     gathering_->later.emplace_back([this, connection, message] {
       if (connection->is_open()) on_message(connection, message);
     });
@@ -111,10 +107,10 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection, cons
   } else if (type == "lost") {
     on_given_up(found->first, message.at("reason"));
   } else if (type == "ask") {
-    connection->send({{"type", "answer"},
-                      {"id", message.at("id")},
-                      {"answer", answer(found->first, message.at("place").get<int>(),
-                                        message.at("request"))}});
+    connection->send(
+        {{"type", "answer"},
+         {"id", message.at("id")},
+         {"answer", answer(found->first, message.at("place").get<int>(), message.at("request"))}});
   } else if (type == "seat_end") {
     on_seat_end(found->first, message.at("seat").get<SeatEnd>());
   } else if (type == "drain" && elastic_) {
@@ -200,12 +196,12 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
     tell_state();
     return;
   }
-  if (start_if_all_came() || !elastic_ ||
-      static_cast<int>(members_.size()) != options_.min_hosts) {
+  if (start_if_all_came() || !elastic_ || static_cast<int>(members_.size()) != options_.min_hosts) {
     return;
   }
   // Enough are here; those that come at about the same time are waited for.
-  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(not_before_ - EventLoop::Clock::now());
+  const auto wait =
+      std::chrono::ceil<std::chrono::milliseconds>(not_before_ - EventLoop::Clock::now());
   loop_.after(std::max<std::chrono::milliseconds>(kLastCall, wait), [this] {
     if (generation_ < 0 && !is_finished_ && !gathering_ &&
         static_cast<int>(members_.size()) >= options_.min_hosts) {
@@ -216,7 +212,8 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
 
 bool Coordinator::start_if_all_came() {
   if (static_cast<int>(members_.size()) < options_.num_hosts) return false;
-  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(not_before_ - EventLoop::Clock::now());
+  const auto wait =
+      std::chrono::ceil<std::chrono::milliseconds>(not_before_ - EventLoop::Clock::now());
   if (wait.count() <= 0) {
     start(0);
     return true;
@@ -304,7 +301,7 @@ void Coordinator::start(int generation) {
 }
 
 void Coordinator::report(const StopCause& cause) {
-  if (has_left_) return;  // ranks that are killed are no cause
+  if (has_left_) return;      // ranks that are killed are no cause
   if (gathering_) restore();  // what runs is known then, and can be stopped
   // Who kills the launcher of a host of an elastic job kills that host alone, if others can go on.
   const bool is_here = cause.host_rank == options_.host_rank;

@@ -85,8 +85,8 @@ class Coordinator : public Leader {
 
   // After a takeover, until all hosts have come that the job had, or are lost.
   struct Gathering {
-    JobState job = {};           // the newest that a host knows
-    std::set<int> missing = {};  // hosts
+    JobState job = {};                                 // the newest that a host knows
+    std::set<int> missing = {};                        // hosts
     std::map<int, std::vector<SeatState>> seats = {};  // of hosts whose ranks run
     std::vector<std::function<void()>> later = {};     // what waits for the end of it
     EventLoop::Timer deadline = {};
@@ -125,7 +125,7 @@ class Coordinator : public Leader {
   Host& host_;
   const RunOptions& options_;
   const std::function<bool()> is_held_;  // null: it was not elected
-  Hello self_;  // with several hosts
+  Hello self_;                           // with several hosts
   std::optional<Door> door_;
   EventLoop::Clock::time_point began_ = EventLoop::Clock::now();
   EventLoop::Clock::time_point not_before_ = began_;  // does it start ranks
@@ -142,7 +142,7 @@ class Coordinator : public Leader {
   End end_ = End::kOk;   // of all ranks of this generation, so far
   bool is_finished_ = false;
   bool is_draining_ = false;  // its ranks leave, then another host coordinates
-  bool has_left_ = false;  // the job goes on without this host, if it can
+  bool has_left_ = false;     // the job goes on without this host, if it can
   std::optional<StopCause> cause_;
   std::optional<StopCause> effect_;  // of a rank that blames another one, which has not failed yet
   EventLoop::Timer effect_timer_;
@@ -217,7 +217,7 @@ class RemoteLeader : public Leader {
   JobState job_;
   std::vector<SeatEnd> kept_ends_;  // of seats, that no coordinator has heard of
   std::optional<End> kept_end_;
-  EventLoop::Clock::time_point lost_since_;  // of an orphan
+  EventLoop::Clock::time_point lost_since_;                     // of an orphan
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // attempts to connect ask for it
   std::optional<EventLoop::Timer> timer_;
   OwnWatch watch_;

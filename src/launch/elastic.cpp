@@ -130,8 +130,8 @@ bool ElasticJob::remove_host(int host, const std::string& why) {
     if (role == Roster::Role::kMember) numbers.push_back(place.number);
   }
   if (has_members) {
-    const std::string text = text::format("host {} was lost with rank {}: {}", host,
-                                          text::join(numbers, ", "), why);
+    const std::string text =
+        text::format("host {} was lost with rank {}: {}", host, text::join(numbers, ", "), why);
     note_loss(text);
     callbacks_.revoke(generation, text);
   }
@@ -186,9 +186,9 @@ bool ElasticJob::on_end(int host, const SeatEnd& end) {
       callbacks_.revoke(generation, text);
       if (left < options_.min_ranks) {
         StopCause cause = end.cause;
-        cause.advice = text::format("{} left, fewer than --min-ranks {}.{}{}", count_of(left),
-                                    options_.min_ranks, cause.advice.empty() ? "" : " ",
-                                    cause.advice);
+        cause.advice =
+            text::format("{} left, fewer than --min-ranks {}.{}{}", count_of(left),
+                         options_.min_ranks, cause.advice.empty() ? "" : " ", cause.advice);
         callbacks_.fail(cause);
         return true;
       }
@@ -196,8 +196,8 @@ bool ElasticJob::on_end(int host, const SeatEnd& end) {
     }
     case Roster::Role::kNewcomer:
       if (!roster_.has_done() && !is_ok) {
-        callbacks_.say(text::format("rank {} {} before it could join", places_[seat].number,
-                                    end.cause.text));
+        callbacks_.say(
+            text::format("rank {} {} before it could join", places_[seat].number, end.cause.text));
       }
   }
   if (is_ok) {
@@ -216,16 +216,17 @@ void ElasticJob::replace(Seat seat, const SeatEnd& end) {
   ++place.num_failures;
   if (std::ranges::find(options_.fatal_codes, end.cause.code) != options_.fatal_codes.end()) {
     place.is_wanted = false;
-    callbacks_.say(text::format("rank {} is not replaced: exit code {} is not retried (--no-replace)",
-                                place.number, end.cause.code));
+    callbacks_.say(
+        text::format("rank {} is not replaced: exit code {} is not retried (--no-replace)",
+                     place.number, end.cause.code));
     return;
   }
   if (place.num_failures > options_.max_replacements) {
     place.is_wanted = false;
-    callbacks_.say(text::format(
-        "rank {} is not replaced any more: it has failed {} times, each within {} s "
-        "(--max-replacements)",
-        place.number, place.num_failures, std::chrono::seconds(kHealthy).count()));
+    callbacks_.say(
+        text::format("rank {} is not replaced any more: it has failed {} times, each within {} s "
+                     "(--max-replacements)",
+                     place.number, place.num_failures, std::chrono::seconds(kHealthy).count()));
     return;
   }
   const auto delay = back_off(place.num_failures);
@@ -276,8 +277,8 @@ Json ElasticJob::answer(int host, int place, const Json& request) {
   using Kind = Roster::Answer::Kind;
   Json reply = Json::array({static_cast<int>(answer.kind)});  // an object would be an error
   if (answer.kind == Kind::kJoin) {
-    reply = Json::array({static_cast<int>(answer.kind), answer.generation, answer.rank, answer.size,
-                         changes_});
+    reply = Json::array(
+        {static_cast<int>(answer.kind), answer.generation, answer.rank, answer.size, changes_});
     // All have been told what led to this generation once its first rank has: it says it.
     if (answer.rank == 0) changes_.clear();
   }
@@ -373,8 +374,8 @@ std::string ElasticJob::scale(int num_ranks) {
 }
 
 std::string ElasticJob::drain(int number) {
-  const auto found = std::ranges::find_if(
-      places_, [&](const auto& one) { return one.second.number == number; });
+  const auto found =
+      std::ranges::find_if(places_, [&](const auto& one) { return one.second.number == number; });
   if (found == places_.end() || !roster_.has(found->first) || is_stopped_) {
     throw UsageError({.operation = "scale"},
                      text::format("There is no rank {} now.\nGive a number that the job's output "

@@ -67,10 +67,10 @@ class ElasticJob {
   using Seat = Roster::Seat;
 
   struct Place {
-    int number = 0;        // what its output shows
+    int number = 0;         // what its output shows
     bool is_wanted = true;  // if its process dies, another is started
     bool is_alive = false;  // there is a process
-    int num_failures = 0;  // one after the other
+    int num_failures = 0;   // one after the other
     Clock::time_point started = {};
   };
 
@@ -90,7 +90,7 @@ class ElasticJob {
   std::map<Seat, Place> places_;
   std::map<Seat, EventLoop::Timer> timers_;  // until a process is started there
   std::map<int, int> told_;                  // by host: the generation that is wanted, as it knows
-  std::vector<std::string> changes_;  // since the last generation, a line each
+  std::vector<std::string> changes_;         // since the last generation, a line each
   std::set<int> drained_;  // hosts that are to be closed when their ranks have left
   int num_completed_ = 0;
   bool is_stopped_ = false;

@@ -198,12 +198,11 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
     command.inherited_fds.push_back(socket.get());
     // Answers find the connection that asked, if it is still there.
     auto mine = std::make_shared<std::weak_ptr<Connection>>();
-    rank.store = Connection::make(loop_, Fd(ends[0]), nullptr, true,
-                                  {.received =
-                                       [this, mine, local_rank](const Json& request) {
-                                         ask(local_rank, *mine, request);
-                                       },
-                                   .closed = [](const std::string&) {}});
+    rank.store =
+        Connection::make(loop_, Fd(ends[0]), nullptr, true,
+                         {.received = [this, mine, local_rank](
+                                          const Json& request) { ask(local_rank, *mine, request); },
+                          .closed = [](const std::string&) {}});
     *mine = rank.store;
   }
   command.variables[kBlameVariable] = blame_address(blames_.get(), local_rank);

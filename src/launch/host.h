@@ -82,7 +82,7 @@ class Host {
   std::optional<rlim_t> open_files_;  // for ranks
   Fd store_;                          // with one host
   Fd blames_;
-  Fd notice_;  // of an elastic job: memory that its ranks read (base/notice.h)
+  Fd notice_;                // of an elastic job: memory that its ranks read (base/notice.h)
   bool is_closing_ = false;  // of an elastic job: no rank is started any more
   Fd nothing_;
   int master_port_ = 0;

@@ -58,15 +58,16 @@ void RemoteLeader::follow(const ElectedLeader& leader) {
 RunningHost RemoteLeader::describe() const {
   RunningHost all{.job = job_, .seats = host_.seats()};
   for (SeatState& one : all.seats) {
-    const bool is_news = std::ranges::any_of(
-        kept_ends_, [&](const SeatEnd& end) { return end.place == one.place; });
+    const bool is_news =
+        std::ranges::any_of(kept_ends_, [&](const SeatEnd& end) { return end.place == one.place; });
     if (is_news) one.has_ended = one.has_failed = false;
   }
   return all;
 }
 
 Handover RemoteLeader::hand_over() {
-  Handover all{.self = self_, .ends = kept_ends_, .end = kept_end_, .has_followed = leader_.term != 0};
+  Handover all{
+      .self = self_, .ends = kept_ends_, .end = kept_end_, .has_followed = leader_.term != 0};
   if (has_started_) all.running = describe();
   for (auto& [_, question] : questions_) all.questions.push_back(std::move(question));
   if (connection_) connection_->close();
@@ -76,10 +77,8 @@ Handover RemoteLeader::hand_over() {
 void RemoteLeader::send_kept() {
   for (const SeatEnd& end : std::exchange(kept_ends_, {})) report_seat(end);
   for (const auto& [id, question] : questions_) {
-    connection_->send({{"type", "ask"},
-                       {"id", id},
-                       {"place", question.place},
-                       {"request", question.request}});
+    connection_->send(
+        {{"type", "ask"}, {"id", id}, {"place", question.place}, {"request", question.request}});
   }
   if (is_draining_) connection_->send({{"type", "drain"}});
   if (kept_end_) connection_->send({{"type", "end"}, {"end", *std::exchange(kept_end_, {})}});
@@ -115,7 +114,8 @@ void RemoteLeader::connect() {
       });
 }
 
-// Then the coordinator may count this host in by this connection already: there must be no other one.
+// Then the coordinator may count this host in by this connection already: there must be no other
+// one.
 bool RemoteLeader::is_greeted() const {
   return connection_ && connection_->is_open() && connection_->is_ready();
 }
@@ -232,7 +232,8 @@ void RemoteLeader::report(const StopCause& cause) {
     if (!is_running_) host_.finish(lost_);
     return;
   }
-  // At once, whatever the coordinator says; but a rank that is blamed, perhaps one of these, may end first.
+  // At once, whatever the coordinator says; but a rank that is blamed, perhaps one of these, may
+  // end first.
   if (cause.blamed_rank < 0) host_.stop(cause);
   if (lost_) return;
   if (!reported_ || weight_of(cause) > weight_of(*reported_)) reported_ = cause;
@@ -325,9 +326,9 @@ void RemoteLeader::look_around() {
   if (is_orphan()) {
     const auto limit = options_.lost_after + 2 * kLeaseTtl;
     if (EventLoop::Clock::now() - lost_since_ > limit) {
-      return fail(text::format("has had no coordinator for {} s: {}", limit.count(),
-                               why_not_reached()),
-                  kExitPreempted, "Check etcd (--coordinator), and the network between the hosts.");
+      return fail(
+          text::format("has had no coordinator for {} s: {}", limit.count(), why_not_reached()),
+          kExitPreempted, "Check etcd (--coordinator), and the network between the hosts.");
     }
   } else {
     wait_to_join();

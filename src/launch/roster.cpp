@@ -36,8 +36,8 @@ void Roster::enter(Seat seat, int num_logical) {
 
 bool Roster::is_open() const {
   return !processes_.empty() && std::ranges::all_of(processes_, [](const auto& one) {
-           return !one.second.is_member || one.second.has_entered;
-         });
+    return !one.second.is_member || one.second.has_entered;
+  });
 }
 
 void Roster::add(Seat seat) { processes_[seat] = {}; }

@@ -1,9 +1,9 @@
 // Roster: who is in which generation of an elastic job, and who will be in the next one.
 //
 // A generation is a list of processes, by rank. It ends when one of them is gone, or, at the end of
-// a step, when a change is wanted: a newcomer waits, or a member is to leave. The next one is formed
-// when all living members have asked for it. Processes ask again and again until they are told.
-// Pure: it knows neither processes nor time. Threading: none.
+// a step, when a change is wanted: a newcomer waits, or a member is to leave. The next one is
+// formed when all living members have asked for it. Processes ask again and again until they are
+// told. Pure: it knows neither processes nor time. Threading: none.
 #pragma once
 
 #include <map>
@@ -53,28 +53,28 @@ class Roster {
   enum class Role { kNone, kNewcomer, kMember, kDone };
   Role remove(Seat seat);
 
-  // A process of generation `from` (-1: a newcomer) can go on only in the next one. `is_planned`: at
-  // the end of a step, as all members agreed.
+  // A process of generation `from` (-1: a newcomer) can go on only in the next one. `is_planned`:
+  // at the end of a step, as all members agreed.
   Answer ask(Seat seat, int from, bool is_planned);
 
   int generation() const { return generation_; }
   // More than generation() if members are to ask for the next one at the end of a step.
   int wanted() const { return generation_ + (is_change_wanted() ? 1 : 0); }
   int num_logical() const { return num_logical_; }
-  std::vector<Seat> members() const;       // by rank
-  int num_members() const;                 // living, without those that are to leave or are done
-  bool has_done() const;                   // some member's training is complete
-  bool is_done() const;                    // every living member's is
-  std::vector<Seat> newcomers() const;     // not yet admitted
+  std::vector<Seat> members() const;    // by rank
+  int num_members() const;              // living, without those that are to leave or are done
+  bool has_done() const;                // some member's training is complete
+  bool is_done() const;                 // every living member's is
+  std::vector<Seat> newcomers() const;  // not yet admitted
   bool has(Seat seat) const { return processes_.contains(seat); }
   bool is_leaving(Seat seat) const;
-  int rank_of(Seat seat) const;            // in this generation; -1: it is no member
+  int rank_of(Seat seat) const;  // in this generation; -1: it is no member
 
  private:
   struct Process {
     bool is_member = false;
     bool has_entered = false;
-    bool is_ready = false;    // has asked for the next generation
+    bool is_ready = false;  // has asked for the next generation
     bool is_leaving = false;
     bool is_done = false;
     int rank = -1;
@@ -85,9 +85,9 @@ class Roster {
 
   std::map<Seat, Process> processes_;
   int generation_ = -1;
-  int num_logical_ = 0;     // at most so many members; 0: not known
-  bool is_broken_ = false;  // a member of this generation is gone
-  bool is_agreed_ = false;  // members come at the end of a step
+  int num_logical_ = 0;       // at most so many members; 0: not known
+  bool is_broken_ = false;    // a member of this generation is gone
+  bool is_agreed_ = false;    // members come at the end of a step
   bool is_restored_ = false;  // and the next generation is not formed yet
 };
 

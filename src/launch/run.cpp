@@ -16,10 +16,10 @@
 namespace lockstep {
 namespace {
 
-constexpr auto kGoodbye = std::chrono::seconds(3);   // for other hosts to hear of the end
+constexpr auto kGoodbye = std::chrono::seconds(3);    // for other hosts to hear of the end
 constexpr auto kResigning = std::chrono::seconds(2);  // for etcd, whose lease ends by itself else
-constexpr auto kReading = std::chrono::seconds(5);   // for readers, once told to stop
-constexpr auto kLastWord = std::chrono::seconds(1);  // for them to hear what is not written
+constexpr auto kReading = std::chrono::seconds(5);    // for readers, once told to stop
+constexpr auto kLastWord = std::chrono::seconds(1);   // for them to hear what is not written
 
 }  // namespace
 

@@ -23,8 +23,8 @@ struct RunOptions {
   std::string hash_log = {};  // where rank 0 writes hashes of the parameters
   // Elastic: ranks that are lost do not end the job.
   bool is_elastic = false;
-  int min_ranks = 1;           // with fewer the job ends
-  int max_replacements = 10;   // of one rank, each soon after the other
+  int min_ranks = 1;                             // with fewer the job ends
+  int max_replacements = 10;                     // of one rank, each soon after the other
   std::vector<int> fatal_codes = {2, 126, 127};  // exit codes after which a rank is not replaced
   int num_logical = 0;  // logical ranks; 0: the program or its variables say, or the first ranks
   bool is_dry = false;

@@ -64,8 +64,8 @@ struct Handover {
   std::optional<RunningHost> running = {};
   std::vector<SeatEnd> ends = {};  // that no coordinator has heard of
   std::vector<Question> questions = {};
-  std::optional<End> end = {};     // all ranks of this host have ended
-  bool has_followed = false;       // there was another coordinator: its job may still run
+  std::optional<End> end = {};  // all ranks of this host have ended
+  bool has_followed = false;    // there was another coordinator: its job may still run
 };
 
 }  // namespace lockstep

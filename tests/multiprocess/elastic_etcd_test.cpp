@@ -69,7 +69,8 @@ class ElasticEtcd : public testing::Test {
     jobs_[host] = std::make_unique<Job>(
         arguments, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"},
                                             {"LOCKSTEP_HOST_ID", text::format("h{}", host)},
-                                            {"LOCKSTEP_SECRET", "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA=="}}});
+                                            {"LOCKSTEP_SECRET",
+                                             "VGhlIHNlY3JldCBvZiB0aGUgdGVzdHMsIGluIGJhc2U2NA=="}}});
   }
   void start_hosts(int steps) {
     for (int host = 0; host < kHosts; ++host) start_host(host, "1:3", steps);
@@ -142,10 +143,10 @@ class ElasticEtcd : public testing::Test {
 };
 
 TEST_F(ElasticEtcd, TwoCoordinatorsAreLostAndNoBitChanges) {
-  const JobResult undisturbed =
-      run_job({"run", "-n", "1", "--logical-ranks", std::to_string(kHosts), "--",
-               LOCKSTEP_ELASTIC_TRAINER, folder_.path() + "/alone", "cnn", std::to_string(kTrainedSteps)},
-              {.variables = {{"OMP_NUM_THREADS", "1"}}});
+  const JobResult undisturbed = run_job(
+      {"run", "-n", "1", "--logical-ranks", std::to_string(kHosts), "--", LOCKSTEP_ELASTIC_TRAINER,
+       folder_.path() + "/alone", "cnn", std::to_string(kTrainedSteps)},
+      {.variables = {{"OMP_NUM_THREADS", "1"}}});
   ASSERT_EQ(undisturbed.code, 0) << undisturbed.err;
 
   server_.start_and_wait();

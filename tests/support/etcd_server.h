@@ -1,4 +1,5 @@
-// EtcdServer: a real etcd (Debian: etcd-server) on loopback, which a test starts and ends by its pid.
+// EtcdServer: a real etcd (Debian: etcd-server) on loopback, which a test starts and ends by its
+// pid.
 #pragma once
 
 #include <arpa/inet.h>
@@ -66,7 +67,8 @@ class EtcdServer {
     start();
     const auto limit = std::chrono::steady_clock::now() + kPatience;
     while (error_of([&] { client().get("some key"); }) != "no error") {
-      ASSERT_LT(std::chrono::steady_clock::now(), limit) << read_small_file(folder_.path() + "/log");
+      ASSERT_LT(std::chrono::steady_clock::now(), limit)
+          << read_small_file(folder_.path() + "/log");
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   }
