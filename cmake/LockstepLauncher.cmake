@@ -28,7 +28,8 @@ else()
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args cbor connection control coordinator cores doctor door elastic election etcd event_loop gpus guard hello
+foreach(source args candidate cbor connection control coordinator coordinator_takeover cores doctor door elastic
+        election etcd event_loop gpus guard hello
         host inspect key_value output remote_leader roster run run_log tls verify writer)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()

@@ -251,15 +251,18 @@ bool Reducer::must_reform() const {
   return must_reform_;
 }
 
-void Reducer::give_up(std::int64_t num_complete) {
+bool Reducer::give_up(std::int64_t num_complete) {
   const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
+  const bool is_begun = step_.phase != Phase::kIdle || turns_.is_step_begun() ||
+                        first_step_ + stats_.steps() > num_complete;
   step_ = {};
   if (turns_.are_on() && has_buffers_) {
     turns_.restore_buffers(watch_.buffers(), first_step_ + stats_.steps() > num_complete);
   }
   for (Slot& slot : slots_) slot.parameter.mutable_grad() = at::Tensor();
   if (sharing()) sharing()->set_gradients({});
+  return is_begun;
 }
 
 bool Reducer::has_unused_gradients() const {

@@ -70,8 +70,8 @@ ModelView view_of(const ModelView& all, const std::vector<std::string>& ignored)
 
 std::unique_ptr<Reducer, ReducerDeleter> make_reducer(const ModelView& all,
                                                       std::vector<std::string> sparse,
-                                                      const World& world,
-                                                      const DdpOptions& options, bool are_equal) {
+                                                      const World& world, const DdpOptions& options,
+                                                      bool are_equal) {
   const PurposeScope purpose(Purpose::kWrap);
   return std::unique_ptr<Reducer, ReducerDeleter>(
       new Reducer(view_of(all, options.ignored), std::move(sparse), world, options, are_equal));

@@ -111,7 +111,7 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
   if (world_.size() > 1 && !are_equal) {
     take_state_from(0, !has_same_tensors(world_, parameters));
   }
-  hash_log_ = HashLog::open(world_, options_.name);
+  if (!world_.is_waiting()) hash_log_ = HashLog::open(world_, options_.name);
   if (is_alone()) return;
 
   order_ = ReadyOrder(slots_);
@@ -136,6 +136,11 @@ Reducer::Reducer(ModelView model, std::vector<std::string> sparse, World world, 
         std::make_unique<GradientHook>(
             std::move(before), hook_target_, [i](Reducer& self) { self.on_gradient(i); }, warning));
   }
+}
+
+std::vector<std::string> Reducer::describe() const {
+  const MutexLock lock(mutex_);
+  return describe_all(watch_.parameters(), watch_.buffers(), {}, options_, world_);
 }
 
 // The hooks of parameters that nobody averages any more stay, to warn. If hooks of others are in

@@ -90,7 +90,10 @@ class Reducer {
   // A step that is not complete is given up: buffers are those that it began with, gradients are
   // gone. `num_complete`: steps of the run; the backward of the next one may be finished. Not
   // collective.
-  void give_up(std::int64_t num_complete);
+  // Returns whether anything of that step was done.
+  bool give_up(std::int64_t num_complete);
+  // What replicas must have in common, a line each.
+  std::vector<std::string> describe() const;
 
  private:
   // What the backward under way is. kIdle: there is none.

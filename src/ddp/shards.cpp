@@ -331,7 +331,7 @@ void Shards::explain(std::exception_ptr error) {
 // Who lives finishes what it writes, and takes all pieces that are left.
 std::string Shards::what_became() {
   if (record_->claims.give_up(num_updates_)) return "The parameters are those before this step.";
-  if (journal_) return look_into_journal();
+  if (journal_ && is_by_pieces_) return look_into_journal();
   // Claims first: a lane says that it writes before it claims.
   const auto is_complete = [&] {
     const bool are_all_claimed = record_->claims.num_claimed(num_updates_) == num_pieces_;
@@ -424,6 +424,8 @@ void Shards::repair(const Writing& writing) {
 
 void Shards::change_parameters(const std::function<void()>& change) {
   const auto nothing = [] { return std::vector<std::string>{"a change of parameters"}; };
+  is_by_pieces_ = false;  // nothing is kept of what it changes
+  const auto by_pieces = c10::make_scope_exit([&] { is_by_pieces_ = true; });
   begin_update(1, 0, nothing);
   std::exception_ptr failure;
   if (ranks_.rank() == 0 && record_->claims.start(num_updates_)) {

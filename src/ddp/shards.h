@@ -168,6 +168,7 @@ class Shards final : public Sharing {
   std::size_t num_pieces_ = 0;
   bool is_completed_ = false;
   bool needs_repair_ = false;
+  bool is_by_pieces_ = true;  // the update under way is; if not, change_parameters() runs
   at::Tensor journal_memory_;
   std::optional<shm::Journal> journal_;  // in an elastic job
 };

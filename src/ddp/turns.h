@@ -44,6 +44,7 @@ class Turns {
   void begin(int micro, std::uint64_t seed, std::int64_t step,
              const std::vector<NamedTensor>& buffers);
   bool has_begun() const { return has_begun_; }
+  bool is_step_begun() const { return is_step_begun_; }
   void end_backward() { has_begun_ = false; }
 
   // The turn's gradient of a slot, in one run of memory; undefined: it has none.

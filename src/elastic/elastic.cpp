@@ -5,8 +5,10 @@
 // are there, and nothing there waits for another rank. So a survivor has either not begun to change
 // its state, or completes the step; parameters whose versions say otherwise are not used.
 
+#include <ATen/Parallel.h>
 #include <lockstep/elastic.h>
 #include <lockstep/error.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <chrono>
@@ -44,7 +46,7 @@ struct Elastic::Impl {
 
   bool is_elastic() const { return world.is_elastic(); }
   void check() const;
-  std::uint64_t layout() const;
+  std::string kind() const;
   void mark();
   bool is_whole() const;
   void take_back();
@@ -64,10 +66,13 @@ struct Elastic::Impl {
   std::vector<std::int64_t> ddp_steps;
   std::vector<at::Tensor> parameters;
   std::vector<std::int64_t> versions;
-  bool is_in_step = true;  // something of the next one was done, for people
+  bool is_in_step = false;  // something of the next one was done, for people
+  bool has_state = true;    // false: a newcomer that was not given any yet
+  bool is_filled = false;   // it is being given one, or was and that failed in the middle
+  std::string my_kind;
 
   std::vector<Reducer::Settings> settings;  // while there are no reducers
-  int tried = -1;  // the generation that was joined last, or could not be
+  int tried = -1;                           // the generation that was joined last, or could not be
   Clock::time_point lost_at;
   std::vector<std::string> reasons;  // since the last generation that trained
 };
@@ -91,19 +96,28 @@ void Elastic::Impl::check() const {
   }
 }
 
-// What must be alike for a rank to take over another one's state.
-std::uint64_t Elastic::Impl::layout() const {
-  std::string text = is_any_platform_allowed() ? "" : platform();
-  for (const Part& part : kept.parts) text += "\n" + part.name;
+// What must be alike for a rank to take over another one's state, for people.
+std::string Elastic::Impl::kind() const {
+  std::string text;
+  for (const Part& part : kept.parts) text += part.name + "\n";
   Snapshot snapshot;
   for (const Part& part : kept.parts) {
     if (!part.has_values && !part.is_collective) part.save(snapshot);
   }
   for (const NamedTensor& one : snapshot.tensors) {
-    text += text::format("\n{} {} {}", one.name, c10::toString(one.tensor.scalar_type()),
+    text += text::format("{} {} {}\n", one.name, c10::toString(one.tensor.scalar_type()),
                          c10::str(one.tensor.sizes()));
   }
-  return hash_bytes(text.data(), text.size());
+  for (const DistributedDataParallel* const ddp : kept.ddps) {
+    for (const std::string& line : ddp->reducer_->describe()) text += line + "\n";
+  }
+  return text::format(
+      "lockstep {} with LibTorch {}, {} logical ranks, {} threads, seed {}, model and options "
+      "{:x}, "
+      "on {}",
+      LOCKSTEP_VERSION, TORCH_VERSION, world.logical_size(), at::get_num_threads(), world.seed(),
+      hash_bytes(text.data(), text.size()),
+      is_any_platform_allowed() ? "any platform" : platform());
 }
 
 void Elastic::Impl::mark() {
@@ -140,7 +154,7 @@ void Elastic::Impl::take_back() {
   for (std::size_t i = 0; i < kept.ddps.size(); ++i) {
     auto& reducer = kept.ddps[i]->reducer_;
     if (!reducer) continue;
-    reducer->give_up(ddp_steps[i]);
+    is_in_step |= reducer->give_up(ddp_steps[i]);
     settings[i] = reducer->settings();
     reducer.reset();
   }
@@ -163,18 +177,19 @@ void Elastic::Impl::watch(Reducer& reducer) const {
 }
 
 bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
-  const bool is_newcomer = world.is_waiting();
+  const bool was_newcomer = !has_state;
   take_back();
   const NextGeneration next =
-      world.membership()->wait_for_next(std::max(world.generation(), tried), is_planned);
+      world.membership()->wait_for_next(std::max(world.generation(), tried), is_planned, my_kind);
   if (next.kind == NextKind::kLeave) return false;
   if (next.kind == NextKind::kIntact) std::rethrow_exception(error);  // not a lost rank
   reasons.insert(reasons.end(), next.changes.begin(), next.changes.end());
   tried = next.number;
   world.move_to(next);
   const StateShared shared = share_state(
-      world, kept.parts,
-      {.steps = is_newcomer ? -1 : steps, .is_whole = is_whole(), .layout = layout()}, ddp_steps);
+      world, kept.parts, {.steps = has_state ? steps : -1, .is_whole = is_whole() && !is_filled},
+      ddp_steps, is_filled);
+  has_state = true;
   steps = shared.steps;
   ddp_steps = shared.counts;
   for (const Part& part : kept.parts) {
@@ -185,7 +200,7 @@ bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   tell({.generation = next.number,
         .size = next.size,
         .step = steps,
-        .is_redone = !is_planned && !is_newcomer && is_in_step,
+        .is_redone = !is_planned && !was_newcomer && std::exchange(is_in_step, false),
         .reasons = std::exchange(reasons, {}),
         .num_joined = shared.num_newcomers,
         .seconds = std::chrono::duration<double>(Clock::now() - lost_at).count(),
@@ -252,12 +267,14 @@ bool Elastic::run(const std::function<void()>& train) {
   }
   self.versions.resize(self.parameters.size());
   self.mark();
+  self.my_kind = self.kind();
   bool must_reform = self.world.is_waiting();
+  self.has_state = !must_reform;
   bool is_planned = false;
   std::exception_ptr error;
   if (!must_reform) {
     for (const DistributedDataParallel* const ddp : self.kept.ddps) self.watch(*ddp->reducer_);
-    membership.enter(self.world.logical_size());
+    membership.enter(self.world.logical_size(), self.my_kind);
   }
   self.lost_at = Clock::now();
   while (true) {
@@ -272,8 +289,7 @@ bool Elastic::run(const std::function<void()>& train) {
       is_planned = true;
       self.lost_at = Clock::now();
     } catch (const Error& one) {
-      // While ranks re-form, only another loss makes them do it again.
-      if (!may_be_loss(one) || (must_reform && one.kind() != ErrorKind::kPeerLost)) throw;
+      if (!may_be_loss(one)) throw;
       error = std::current_exception();
       if (!must_reform) self.lost_at = Clock::now();
     }

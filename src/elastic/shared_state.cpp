@@ -15,20 +15,18 @@
 namespace lockstep {
 namespace {
 
-constexpr int kNumNumbers = 3;
+constexpr int kNumNumbers = 2;
 
 std::vector<StateReport> gather(const World& world, const StateReport& mine) {
   at::Tensor numbers = at::empty({kNumNumbers}, at::kLong);
   auto* const at = numbers.mutable_data_ptr<std::int64_t>();
   at[0] = mine.steps;
   at[1] = mine.is_whole ? 1 : 0;
-  at[2] = static_cast<std::int64_t>(mine.layout);
   const at::Tensor all = world.all_gather(numbers);
   std::vector<StateReport> reports;
   for (int rank = 0; rank < world.size(); ++rank) {
     const auto* const its = all.const_data_ptr<std::int64_t>() + rank * kNumNumbers;
-    reports.push_back(
-        {.steps = its[0], .is_whole = its[1] != 0, .layout = static_cast<std::uint64_t>(its[2])});
+    reports.push_back({.steps = its[0], .is_whole = its[1] != 0});
   }
   return reports;
 }
@@ -103,7 +101,7 @@ std::uint64_t hash_of(const std::vector<NamedTensor>& tensors) {
 }  // namespace
 
 StateShared share_state(const World& world, const std::vector<Part>& parts, const StateReport& mine,
-                        const std::vector<std::int64_t>& counts) {
+                        const std::vector<std::int64_t>& counts, bool& is_filled) {
   const at::NoGradGuard no_grad;
   const std::vector<StateReport> reports = gather(world, mine);
   StateShared shared{.counts = counts};
@@ -115,8 +113,9 @@ StateShared share_state(const World& world, const std::vector<Part>& parts, cons
   const ErrorPlace place{.rank = world.global_rank(), .operation = "elastic"};
   if (newest < 0) {
     throw UsageError(place,
-                     "A rank was lost while all others were changing the state of the training, so "
-                     "nobody has that of a complete step.\nGo back to the last checkpoint: start "
+                     "Ranks were lost, and none of those that are left has the state of a complete "
+                     "step: they were changing it, or had not been given it yet.\nGo back to the "
+                     "last checkpoint: start "
                      "the job again (lockstep run --max-restarts does).");
   }
   shared.steps = newest;
@@ -124,20 +123,6 @@ StateShared share_state(const World& world, const std::vector<Part>& parts, cons
   for (int rank = 0; rank < world.size(); ++rank) {
     const StateReport& its = reports[static_cast<std::size_t>(rank)];
     if (its.is_whole && its.steps == newest) sources.push_back(rank);
-  }
-  const std::uint64_t layout = reports[static_cast<std::size_t>(sources.front())].layout;
-  for (int rank = 0; rank < world.size(); ++rank) {
-    if (reports[static_cast<std::size_t>(rank)].layout == layout) continue;
-    if (rank == world.rank()) {
-      throw MismatchError(place,
-                          "This process has another model, other things in its Checkpointer, or "
-                          "runs on another kind of machine than the ranks that it was to join.\n"
-                          "Start the same program with the same options on the same kind of "
-                          "machine.");
-    }
-    throw PeerLostError(place, text::format("Rank {} does not fit, and is left out.\nSee what it "
-                                            "said.",
-                                            rank));
   }
   if (static_cast<int>(sources.size()) == world.size()) return shared;
 
@@ -160,11 +145,8 @@ StateShared share_state(const World& world, const std::vector<Part>& parts, cons
     contents =
         contents_wanted(parts, head.at("values"), head.at("names").get<std::vector<std::string>>(),
                         world.global_rank());
-    for (const Part& part : parts) {
-      if (part.travels && part.marks.mark) part.marks.set(head.at("marks").at(part.name));
-    }
-    shared.counts = head.at("counts").get<std::vector<std::int64_t>>();
   });
+  is_filled = !is_source;
   shared.bytes = send(world, contents.tensors, sources);
   if (!is_same_everywhere(world, hash_of(contents.tensors))) {
     throw MismatchError(place,
@@ -176,6 +158,11 @@ StateShared share_state(const World& world, const std::vector<Part>& parts, cons
     for (const NamedTensor& one : contents.tensors) written.push_back(one.tensor);
     mark_written(written);
     for (const Wish& wish : contents.wishes) wish.finish();
+    for (const Part& part : parts) {
+      if (part.travels && part.marks.mark) part.marks.set(head.at("marks").at(part.name));
+    }
+    shared.counts = head.at("counts").get<std::vector<std::int64_t>>();
+    is_filled = false;
   }
   return shared;
 }

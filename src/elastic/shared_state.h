@@ -17,9 +17,8 @@ namespace lockstep {
 
 // What a rank says of itself when the ranks have changed.
 struct StateReport {
-  std::int64_t steps = 0;    // complete ones; -1: a newcomer
-  bool is_whole = true;      // nothing of a step that is not complete is in its state
-  std::uint64_t layout = 0;  // what it has added to its Checkpointer, and on which platform
+  std::int64_t steps = 0;  // complete ones; -1: a newcomer
+  bool is_whole = true;    // nothing of a step that is not complete is in its state
 };
 
 struct StateShared {
@@ -31,10 +30,10 @@ struct StateShared {
 };
 
 // Brings all ranks of `world` to the state of those that have completed most steps. `counts`: more
-// numbers of a rank that go with its state. Parts with marks are set, not rewound. Collective.
-// Throws, on all ranks: UsageError if no rank has a whole state; MismatchError on a rank whose
-// layout differs from the others', which are told by PeerLostError.
+// numbers of a rank that go with its state. Parts with marks are set, not rewound. `is_filled` is
+// true while this rank's state is a mixture: also afterwards if that ends by an exception.
+// Collective. Throws, on all ranks: UsageError if no rank has a whole state.
 StateShared share_state(const World& world, const std::vector<Part>& parts, const StateReport& mine,
-                        const std::vector<std::int64_t>& counts);
+                        const std::vector<std::int64_t>& counts, bool& is_filled);
 
 }  // namespace lockstep

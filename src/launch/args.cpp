@@ -15,7 +15,9 @@
 
 #include "base/env.h"
 #include "base/text.h"
+#include "launch/etcd.h"
 #include "launch/hello.h"
+#include "launch/takeover.h"
 
 namespace lockstep {
 namespace {
@@ -99,7 +101,13 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
   start->add_option("--host-rank", run.host_rank, "Which of them this is, from 0")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  start->add_option("--master", typed.master, "HOST:PORT of host 0, where it listens");
+  start->add_option(
+      "--master", typed.master,
+      "HOST:PORT of host 0, where it listens; with --coordinator: of this host, where "
+      "it listens if it is elected");
+  start->add_option("--coordinator", run.coordinator,
+                    "Elastic: etcd://HOST:PORT[,HOST:PORT...], where the hosts elect one that "
+                    "coordinates; if it is lost, another takes over (else host 0 coordinates)");
   start->add_option("--secret-file", run.secret_file,
                     "A secret that all hosts share, mode 0600 (else the variable LOCKSTEP_SECRET)");
   start->add_option("--job-id", typed.job_id,
@@ -287,6 +295,21 @@ void parse_hosts(const std::string& text, RunOptions& run) {
   }
 }
 
+void check_coordinator(const RunOptions& run) {
+  if (!run.is_elastic) throw BadArguments("--coordinator needs --elastic");
+  if (run.num_hosts == 1) throw BadArguments("--coordinator needs --hosts, more than one");
+  if (run.job_id.empty()) {
+    throw BadArguments(
+        "--coordinator needs --job-id, the same on all hosts of this job and no other's: it keeps "
+        "jobs apart in etcd");
+  }
+  try {
+    const Etcd etcd(run.coordinator, kLeaseTtl);
+  } catch (const UsageError& error) {
+    throw BadArguments("--coordinator: " + error.message());
+  }
+}
+
 void complete_run(const Typed& typed, RunOptions& run) {
   if (run.command.empty()) throw BadArguments("there is no program behind --");
   parse_hosts(typed.hosts, run);
@@ -296,6 +319,7 @@ void complete_run(const Typed& typed, RunOptions& run) {
   run.join_timeout = std::chrono::milliseconds(static_cast<int>(typed.join_timeout * 1000));
   run.lost_after = std::chrono::seconds(typed.lost_after);
   run.job_id = typed.job_id ? *typed.job_id : scheduler_job_id(Environment::of_process());
+  if (!run.coordinator.empty()) check_coordinator(run);
   run.output.has_colour = std::getenv("NO_COLOR") == nullptr;
   if (typed.only_rank >= 0) {
     run.output.only_rank = typed.only_rank;
@@ -309,6 +333,9 @@ void complete_run(const Typed& typed, RunOptions& run) {
                                     run.host_rank, run.num_hosts, run.num_hosts - 1));
   }
   if (run.num_hosts > 1) {
+    if (typed.master.empty() && !run.coordinator.empty()) {
+      throw BadArguments("--coordinator needs --master HOST:PORT, an address of this host");
+    }
     if (typed.master.empty()) {
       throw BadArguments("--hosts needs --master HOST:PORT, an address of host 0");
     }

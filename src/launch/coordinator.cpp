@@ -20,7 +20,13 @@ constexpr auto kLastCall = std::chrono::seconds(2);
 }  // namespace
 
 Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunOptions& options)
-    : loop_(loop), output_(output), host_(host), options_(options) {
+    : Coordinator(loop, output, host, options, {}, nullptr) {
+  if (options.num_hosts == 1) start(0);
+}
+
+Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunOptions& options,
+                         Handover handover, std::function<bool()> is_held)
+    : loop_(loop), output_(output), host_(host), options_(options), is_held_(std::move(is_held)) {
   host.set_leader(this);
   if (options.is_elastic) {
     elastic_.emplace(
@@ -38,14 +44,25 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
                 },
             .say = [this](const std::string& what) { output_.say(what); }});
   }
-  members_[0] = {.name = host_name(), .num_ranks = options.num_ranks};
-  if (options.num_hosts == 1) {
-    start(0);
-    return;
-  }
-  self_ = hello_of(options);
+  members_[options.host_rank] = {.name = host_name(), .num_ranks = options.num_ranks};
+  if (options.num_hosts == 1) return;
+  self_ = handover.self ? *handover.self : hello_of(options);
+  open_door();
+  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
+  // Launchers whose ranks run need a moment to come.
+  if (handover.has_followed) not_before_ += kLeaseTtl;
+  if (!handover.running) return;
+  gather(handover.running->job);
+  take_in(options.host_rank, *handover.running);
+  for (const SeatEnd& end : handover.ends) report_seat(end);
+  for (Question& one : handover.questions) ask(one.place, one.request, std::move(one.reply));
+  if (handover.end) report_end(*handover.end);
+  restore_if_all_came();
+}
+
+void Coordinator::open_door() {
   door_.emplace(
-      loop, output, options,
+      loop_, output_, options_,
       Door::Callbacks{.received = [this](const auto& connection,
                                          const Json& message) { on_message(connection, message); },
                       .closed =
@@ -56,15 +73,16 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
                               }
                             }
                           }});
-  timer_ = loop_.after(kPingEvery, [this] { look_around(); });
 }
 
 Coordinator::~Coordinator() {
   if (timer_) loop_.cancel(*timer_);
+  if (gathering_) loop_.cancel(gathering_->deadline);
   forget_effect();
 }
 
 void Coordinator::on_message(const std::shared_ptr<Connection>& connection, const Json& message) {
+  if (!may_decide()) return;  // it hears so in a moment
   const auto found = std::ranges::find_if(
       members_, [&](const auto& one) { return one.second.connection == connection; });
   const std::string type = message.at("type");
@@ -75,6 +93,11 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection, cons
       door_->refuse("a launcher", "it did not say who it is");
       connection->close();
     }
+  } else if (gathering_ &&
+             (type == "ask" || type == "seat_end" || type == "end" || type == "drain")) {
+    gathering_->later.emplace_back([this, connection, message] {
+      if (connection->is_open()) on_message(connection, message);
+    });
   } else if (type == "cause") {
     report(message.at("cause").get<StopCause>());
   } else if (type == "end") {
@@ -119,6 +142,20 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   } else {
     hello = message.get<Hello>();
     problem = find_conflict(self_, hello, options_.may_programs_differ);
+    const bool is_running = message.contains("running");
+    if (problem.empty() && gathering_ && !is_running) {
+      // A host that is started anew; what it ran before is lost.
+      gathering_->missing.erase(hello.host_rank);
+      gathering_->later.emplace_back([this, connection, message] {
+        if (connection->is_open()) on_message(connection, message);
+      });
+      return restore_if_all_came();
+    }
+    if (problem.empty() && is_running && generation_ >= 0) {
+      connection->send({{"type", "lost"}, {"reason", "the job has gone on without it"}});
+      loop_.after(kProofDeadline, [connection] {});  // lives until the answer has left
+      return;
+    }
     const auto before = members_.find(hello.host_rank);
     if (problem.empty() && elastic_ && before != members_.end() && before->second.connection &&
         before->second.name == hello.host) {
@@ -145,24 +182,28 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   members_[hello.host_rank] = {
       .name = hello.host, .num_ranks = hello.num_ranks, .connection = connection};
   connection->send({{"type", "welcome"}, {"warning", difference.empty() ? "" : notes_.back()}});
+  if (message.contains("running")) {
+    const auto running = message.at("running").get<RunningHost>();
+    if (!gathering_) gather(running.job);
+    take_in(hello.host_rank, running);
+    return restore_if_all_came();
+  }
   if (options_.is_verbose) {
     output_.say(text::format("host {} ({}) has come", hello.host_rank, hello.host));
   }
   if (generation_ >= 0) {  // of an elastic job that runs
-    connection->send({{"type", "start"},
-                      {"generation", Generation{.number = generation_,
-                                                .world_size = world_size_,
-                                                .max_restarts = options_.max_restarts,
-                                                .is_running = true}}});
-    elastic_->add_host(hello.host_rank, hello.host, hello.num_ranks);
+    start_late(hello.host_rank);
+    tell_state();
     return;
   }
   if (start_if_all_came() || !elastic_ || static_cast<int>(members_.size()) != options_.min_hosts) {
     return;
   }
   // Enough are here; those that come at about the same time are waited for.
-  loop_.after(kLastCall, [this] {
-    if (generation_ < 0 && !is_finished_ &&
+  const auto wait =
+      std::chrono::ceil<std::chrono::milliseconds>(not_before_ - EventLoop::Clock::now());
+  loop_.after(std::max<std::chrono::milliseconds>(kLastCall, wait), [this] {
+    if (generation_ < 0 && !is_finished_ && !gathering_ &&
         static_cast<int>(members_.size()) >= options_.min_hosts) {
       start(0);
     }
@@ -171,14 +212,41 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
 
 bool Coordinator::start_if_all_came() {
   if (static_cast<int>(members_.size()) < options_.num_hosts) return false;
-  start(0);
+  const auto wait =
+      std::chrono::ceil<std::chrono::milliseconds>(not_before_ - EventLoop::Clock::now());
+  if (wait.count() <= 0) {
+    start(0);
+    return true;
+  }
+  loop_.after(wait, [this] {
+    if (generation_ < 0 && !is_finished_ && !gathering_) start_if_all_came();
+  });
   return true;
+}
+
+// To a job that runs.
+void Coordinator::start_late(int host_rank) {
+  const Member& member = members_[host_rank];
+  const Generation its = {.number = generation_,
+                          .world_size = world_size_,
+                          .max_restarts = options_.max_restarts,
+                          .is_running = true};
+  if (member.connection) {
+    member.connection->send({{"type", "start"}, {"generation", its}});
+  } else {
+    host_.start(its);
+  }
+  elastic_->add_host(host_rank, member.name, member.num_ranks);
 }
 
 // What ranks of a host ask: of the store, or, in an elastic job, for their next generation.
 Json Coordinator::answer(int host_rank, int place, const Json& request) try {
   const std::string op = request.value("op", "");
-  if (elastic_ && op.starts_with("elastic_")) return elastic_->answer(host_rank, place, request);
+  if (elastic_ && op.starts_with("elastic_")) {
+    Json its = elastic_->answer(host_rank, place, request);
+    tell_state();
+    return its;
+  }
   return store_.answer(request);
 } catch (const Json::exception& error) {
   return {{"error", error.what()}};
@@ -200,6 +268,7 @@ void Coordinator::on_seat_end(int host_rank, const SeatEnd& end) {
 }
 
 void Coordinator::start(int generation) {
+  if (!may_decide()) return;
   generation_ = generation;
   cause_.reset();
   forget_effect();
@@ -217,16 +286,26 @@ void Coordinator::start(int generation) {
     elastic_->begin(generation, ranks_of_hosts);
   }
   int first_rank = 0;
+  Generation own;
   for (auto& [rank, member] : members_) {
     const Generation its = {generation, first_rank, world_size, options_.max_restarts, false};
     first_rank += member.num_ranks;
-    if (member.connection) member.connection->send({{"type", "start"}, {"generation", its}});
+    if (member.connection) {
+      member.connection->send({{"type", "start"}, {"generation", its}});
+    } else {
+      own = its;
+    }
   }
-  // Last: it may fail at once.
-  host_.start({generation, 0, world_size, options_.max_restarts, false});
+  tell_state();
+  host_.start(own);  // last: it may fail at once
 }
 
 void Coordinator::report(const StopCause& cause) {
+  if (has_left_) return;      // ranks that are killed are no cause
+  if (gathering_) restore();  // what runs is known then, and can be stopped
+  // Who kills the launcher of a host of an elastic job kills that host alone, if others can go on.
+  const bool is_here = cause.host_rank == options_.host_rank;
+  if (is_held_ && is_here && cause.is_interrupt && cause.signal == SIGKILL) return leave(cause);
   if (effect_ && cause.is_interrupt) stop(*effect_);  // nobody waits any longer
   if (is_finished_) return;
   if (cause_) {  // the first one counts; but who wants the job to stop wants no restart either
@@ -266,10 +345,15 @@ void Coordinator::stop(StopCause cause) {
 }
 
 void Coordinator::on_lost(int host_rank, const std::string& reason) {
-  if (is_finished_) return;
+  if (is_finished_ || !may_decide()) return;
   Member& member = members_[host_rank];
   // It may only have been held up: then it hears why it is alone.
   member.connection->close({{"type", "lost"}, {"reason", reason}});
+  if (gathering_) {
+    gathering_->seats.erase(host_rank);
+    members_.erase(host_rank);
+    return;
+  }
   if (lose_host(host_rank, reason)) return;
   const bool has_restarts = std::max(generation_, 0) < options_.max_restarts;
   report({.host_rank = host_rank,
@@ -294,19 +378,23 @@ bool Coordinator::lose_host(int host_rank, const std::string& reason) {
   if (static_cast<int>(members_.size()) - 1 < options_.min_hosts) return false;
   if (members_[host_rank].has_ended) {  // it has left: its ranks are gone
     members_.erase(host_rank);
+    tell_state();
     decide();
     return true;
   }
   if (!elastic_->remove_host(host_rank, reason)) return false;
   members_.erase(host_rank);
+  tell_state();
   decide();
   return true;
 }
 
 // A host that has not heard of this one for too long is on its own now.
 void Coordinator::on_given_up(int host_rank, const std::string& reason) {
-  if (elastic_ && elastic_->is_open()) return on_lost(host_rank, "it gave up host 0: " + reason);
-  report({.host_rank = 0,
+  if (elastic_ && (elastic_->is_open() || gathering_)) {
+    return on_lost(host_rank, text::format("it gave up host {}: {}", options_.host_rank, reason));
+  }
+  report({.host_rank = options_.host_rank,
           .host = self_.host,
           .text = text::format("was given up by host {} ({}): {}", host_rank,
                                members_[host_rank].name, reason),
@@ -371,6 +459,20 @@ void Coordinator::finish(std::optional<StopCause> cause) {
   host_.finish(cause);
 }
 
+void Coordinator::report_end(End end) {
+  if (is_draining_ && end != End::kFailed && !cause_ && !elastic_->is_complete()) {
+    leave(std::nullopt);
+    return;
+  }
+  if (!gathering_) return on_end(options_.host_rank, end);
+  gathering_->later.emplace_back([this, end] { report_end(end); });
+}
+
+void Coordinator::report_seat(const SeatEnd& end) {
+  if (!gathering_) return on_seat_end(options_.host_rank, end);
+  gathering_->later.emplace_back([this, end] { report_seat(end); });
+}
+
 void Coordinator::kill_all() {
   for (auto& [_, member] : members_) {
     if (member.connection) member.connection->send({{"type", "kill"}});
@@ -379,7 +481,12 @@ void Coordinator::kill_all() {
 }
 
 void Coordinator::ask(int place, const Json& request, std::function<void(const Json&)> reply) {
-  reply(answer(0, place, request));
+  if (!may_decide()) return;
+  if (gathering_) {
+    gathering_->later.emplace_back([this, place, request, reply] { ask(place, request, reply); });
+    return;
+  }
+  reply(answer(options_.host_rank, place, request));
 }
 
 bool Coordinator::is_alone() const {
@@ -404,7 +511,7 @@ void Coordinator::look_around() {
   for (const int rank : silent) {
     on_lost(rank, text::format("it has been silent for {} s", options_.lost_after.count()));
   }
-  if (generation_ >= 0 || is_finished_) return;
+  if (generation_ >= 0 || is_finished_ || gathering_) return;
   std::vector<int> missing;
   for (int rank = 0; rank < options_.num_hosts; ++rank) {
     if (!members_.contains(rank)) missing.push_back(rank);
@@ -415,7 +522,7 @@ void Coordinator::look_around() {
                              options_.num_hosts, options_.master_host, options_.master_port));
   }
   if (EventLoop::Clock::now() - began_ < options_.join_timeout) return;
-  report({.host_rank = 0,
+  report({.host_rank = options_.host_rank,
           .host = host_name(),
           .text = text::format("timed out after {:.0f} s waiting for host {}",
                                seconds_since(began_), text::join(missing, ", ")),

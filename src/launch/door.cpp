@@ -46,7 +46,9 @@ Door::Door(EventLoop& loop, Output& output, const RunOptions& options, Callbacks
       listener_(listen_at(options.master_host, options.master_port)) {
   if (!listener_) {
     throw_errno(text::format("cannot listen at {}:{}", options.master_host, options.master_port),
-                "Give --master a free port and an address of this host, the first one.");
+                options.coordinator.empty()
+                    ? "Give --master a free port and an address of this host, the first one."
+                    : "Give --master a free port and an address of this host.");
   }
   watch_listener();
 }

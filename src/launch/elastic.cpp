@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/text.h"
 
@@ -31,7 +32,7 @@ ElasticJob::ElasticJob(EventLoop& loop, const RunOptions& options, Callbacks cal
 ElasticJob::~ElasticJob() { stop(); }
 
 void ElasticJob::stop() {
-  is_stopped_ = true;
+  if (!std::exchange(is_stopped_, true)) end_newcomers();  // they wait for what does not come
   for (const auto& [_, timer] : timers_) loop_.cancel(timer);
   timers_.clear();
 }
@@ -55,6 +56,45 @@ void ElasticJob::begin(int generation, const std::map<int, int>& ranks_of_hosts)
   publish();
 }
 
+void ElasticJob::restore(int generation, int num_logical,
+                         const std::map<int, std::vector<SeatState>>& hosts,
+                         const std::string& why) {
+  stop();
+  is_stopped_ = false;
+  places_.clear();
+  told_.clear();
+  num_completed_ = 0;
+  changes_ = {why};
+  std::vector<Roster::Known> processes;
+  std::set<int> old_generations = {generation};
+  for (const auto& [host, seats] : hosts) {
+    for (const SeatState& one : seats) {
+      const Seat seat{host, one.place};
+      places_[seat] = {.number = one.number,
+                       // One that has left is not replaced.
+                       .is_wanted = !one.has_ended || one.has_failed,
+                       .is_alive = !one.has_ended,
+                       .started = Clock::now()};
+      if (one.has_ended) {
+        if (one.is_done && !one.has_failed) ++num_completed_;
+        continue;
+      }
+      if (one.generation >= 0) old_generations.insert(one.generation);
+      processes.push_back({.seat = seat,
+                           .rank = one.generation >= 0 ? std::max(one.rank, 0) : -1,
+                           .has_entered = one.has_entered,
+                           .is_done = one.is_done});
+    }
+  }
+  roster_.restore(generation, num_logical, processes);
+  for (const int old : old_generations) callbacks_.revoke(old, why);
+  publish();
+  for (const auto& [seat, place] : places_) {
+    if (place.is_wanted && !place.is_alive && num_completed_ == 0) start_in(seat);
+  }
+  close_if_complete();
+}
+
 int ElasticJob::next_number() const {
   int number = 0;
   for (const auto& [_, place] : places_) number = std::max(number, place.number + 1);
@@ -62,6 +102,7 @@ int ElasticJob::next_number() const {
 }
 
 void ElasticJob::add_host(int host, const std::string& name, int num_ranks) {
+  drained_.erase(host);
   callbacks_.say(text::format("host {} ({}) has come, with {}", host, name, count_of(num_ranks)));
   for (int place = 0; place < num_ranks; ++place) {
     const auto [found, is_new] = places_.try_emplace(Seat{host, place});
@@ -103,6 +144,7 @@ bool ElasticJob::remove_host(int host, const std::string& why) {
 }
 
 void ElasticJob::drain_host(int host) {
+  drained_.insert(host);
   for (auto& [seat, place] : places_) {
     if (seat.first != host) continue;
     place.is_wanted = false;
@@ -218,13 +260,19 @@ Json ElasticJob::answer(int host, int place, const Json& request) {
   if (op == "elastic_enter") {
     const int num_logical = request.at("logical").get<int>();
     roster_.enter(seat, num_logical);
+    kind_ = request.at("kind").get<std::string>();
     publish();
     return nullptr;
   }
-  if (op == "elastic_done") {
-    roster_.set_done(seat);
-    end_newcomers();
-    return nullptr;
+  if (op == "elastic_finish") {
+    const Roster::Finish finish = roster_.finish(seat);
+    if (finish == Roster::Finish::kOver) end_newcomers();
+    return Json::array({static_cast<int>(finish)});
+  }
+  // Where the ranks are of one kind, a newcomer must be, too.
+  const std::string kind = request.at("kind").get<std::string>();
+  if (roster_.rank_of(seat) < 0 && !kind_.empty() && kind != kind_) {
+    return Json::array({static_cast<int>(kRefused), kind_});
   }
   const int before = roster_.generation();
   const Roster::Answer answer =
@@ -274,7 +322,7 @@ void ElasticJob::close_if_complete() {
 
 // All ranks of a host have left: its launcher may end.
 void ElasticJob::close_if_drained(int host) {
-  if (host == 0) return;
+  if (host == options_.host_rank && !drained_.contains(host)) return;  // it coordinates
   for (const auto& [seat, place] : places_) {
     if (seat.first == host && (place.is_wanted || place.is_alive)) return;
   }

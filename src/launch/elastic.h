@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "launch/job.h"
 #include "launch/roster.h"
 #include "launch/run_options.h"
+#include "launch/takeover.h"
 
 namespace lockstep {
 
@@ -35,11 +37,14 @@ class ElasticJob {
 
   // All ranks start together: so many on each host.
   void begin(int generation, const std::map<int, int>& ranks_of_hosts);
+  // What is left of a job whose coordinator was lost, by host. `why` it was.
+  void restore(int generation, int num_logical, const std::map<int, std::vector<SeatState>>& hosts,
+               const std::string& why);
   // A host has come to a job that runs: ranks are started there.
   void add_host(int host, const std::string& name, int num_ranks);
   // A host is gone, with all its processes. False if nobody is left who could go on.
   bool remove_host(int host, const std::string& why);
-  void drain_host(int host);  // its ranks leave at the end of a step
+  void drain_host(int host);  // its ranks leave at the end of a step, and it is closed
 
   // False: the job fails, as any job does.
   bool on_end(int host, const SeatEnd& end);
@@ -52,10 +57,14 @@ class ElasticJob {
 
   bool is_open() const { return roster_.is_open(); }
   bool is_complete() const { return is_complete_; }
+  int generation() const { return roster_.generation(); }
+  int num_logical() const { return roster_.num_logical(); }
+  int num_members() const { return roster_.num_members(); }
 
  private:
   using Clock = EventLoop::Clock;
   using Seat = Roster::Seat;
+  static constexpr int kRefused = 4;  // after Roster::Answer::Kind's, for ranks
 
   struct Place {
     int number = 0;         // what its output shows
@@ -86,6 +95,8 @@ class ElasticJob {
   std::map<Seat, EventLoop::Timer> timers_;  // until a process is started there
   std::map<int, int> told_;                  // by host: the generation that is wanted, as it knows
   std::vector<std::string> changes_;         // since the last generation, a line each
+  std::set<int> drained_;  // hosts that are to be closed when their ranks have left
+  std::string kind_;       // of the ranks, as they say: model, platform, options
   int num_completed_ = 0;
   bool is_stopped_ = false;
   bool is_complete_ = false;

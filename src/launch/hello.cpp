@@ -60,30 +60,32 @@ std::string scheduler_job_id(const Environment& environment) {
 std::string find_conflict(const Hello& first, const Hello& host, bool may_programs_differ) {
   if (host.job_id != first.job_id) {
     return text::format(
-        "host {} has {}, host 0 has {}: give each job a port of its own (--master), and all hosts "
+        "host {} has {}, host {} has {}: give each job a port of its own (--master), and all hosts "
         "of one the same --job-id",
-        host.host_rank, named(host.job_id), named(first.job_id));
+        host.host_rank, named(host.job_id), first.host_rank, named(first.job_id));
   }
   if (host.num_hosts != first.num_hosts) {
     return text::format(
-        "host {} was started with --hosts {}, host 0 with --hosts {}: give all the same number",
-        host.host_rank, host.num_hosts, first.num_hosts);
+        "host {} was started with --hosts {}, host {} with --hosts {}: give all the same number",
+        host.host_rank, host.num_hosts, first.host_rank, first.num_hosts);
   }
   if (host.is_elastic != first.is_elastic) {
-    return text::format("host {} was started {} --elastic, host 0 {} it: start all alike",
-                        host.host_rank, host.is_elastic ? "with" : "without",
+    return text::format("host {} was started {} --elastic, host {} {} it: start all alike",
+                        host.host_rank, host.is_elastic ? "with" : "without", first.host_rank,
                         first.is_elastic ? "with" : "without");
   }
-  if (host.host_rank < 1 || host.host_rank >= first.num_hosts) {
-    return text::format("--host-rank {} is not in 1 to {}", host.host_rank, first.num_hosts - 1);
+  const int lowest = first.host_rank == 0 ? 1 : 0;
+  if (host.host_rank < lowest || host.host_rank >= first.num_hosts) {
+    return text::format("--host-rank {} is not in {} to {}", host.host_rank, lowest,
+                        first.num_hosts - 1);
   }
   const bool is_known = !host.program_hash.empty() && !first.program_hash.empty();
   if (is_known && host.program_hash != first.program_hash && !may_programs_differ) {
     return text::format(
-        "the program '{}' of host {} ({}) is not the program '{}' of host 0 ({}): copy the same "
-        "file to all hosts, or start host 0 with --any-program if they are meant to differ",
+        "the program '{}' of host {} ({}) is not the program '{}' of host {} ({}): copy the same "
+        "file to all hosts, or start host {} with --any-program if they are meant to differ",
         host.program, host.host_rank, host.program_hash.substr(0, 8), first.program,
-        first.program_hash.substr(0, 8));
+        first.host_rank, first.program_hash.substr(0, 8), first.host_rank);
   }
   return {};
 }
@@ -94,9 +96,9 @@ std::string compare_arguments(const Hello& first, const Hello& host) {
   const auto shown = [](const auto& at, const std::vector<std::string>& all) {
     return at == all.end() ? "nothing" : text::format("'{}'", at->substr(0, 100));
   };
-  return text::format("argument {} of its program is {}, that of host 0's is {}",
+  return text::format("argument {} of its program is {}, that of host {}'s is {}",
                       differ.in1 - first.arguments.begin() + 1, shown(differ.in2, host.arguments),
-                      shown(differ.in1, first.arguments));
+                      first.host_rank, shown(differ.in1, first.arguments));
 }
 
 }  // namespace lockstep

@@ -1,4 +1,5 @@
-// Hello: what a host's launcher says of itself when it comes to host 0, and whether the two fit.
+// Hello: what a host's launcher says of itself when it comes to the coordinator, and whether the
+// two fit.
 #pragma once
 
 #include <nlohmann/json.hpp>

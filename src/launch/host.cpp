@@ -149,6 +149,11 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
   rank.number = number;
   rank.began = Clock::now();
   rank.is_newcomer = is_newcomer;
+  rank.state = {.place = local_rank, .number = number};
+  if (!is_newcomer) {
+    rank.state.generation = generation_.number;
+    rank.state.rank = number;
+  }
   Command command;
   command.arguments = options_.command;
   command.variables = place_variables(options_, generation_, local_rank, master_port_);
@@ -195,13 +200,8 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
     auto mine = std::make_shared<std::weak_ptr<Connection>>();
     rank.store =
         Connection::make(loop_, Fd(ends[0]), nullptr, true,
-                         {.received =
-                              [this, mine, local_rank](const Json& request) {
-                                leader_->ask(local_rank, request, [mine](const Json& answer) {
-                                  if (const auto connection = mine->lock())
-                                    connection->send(answer);
-                                });
-                              },
+                         {.received = [this, mine, local_rank](
+                                          const Json& request) { ask(local_rank, *mine, request); },
                           .closed = [](const std::string&) {}});
     *mine = rank.store;
   }
@@ -223,6 +223,39 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
   output_.attach(rank.number, std::move(out.read_end), std::move(err.read_end));
   ranks_.resize(std::max(ranks_.size(), index + 1));
   ranks_[index] = std::move(rank);
+}
+
+void Host::ask(int local_rank, const std::weak_ptr<Connection>& connection, const Json& request) {
+  const bool has_op = request.is_object() && request.contains("op") && request["op"].is_string();
+  const std::string op = has_op ? request["op"].get<std::string>() : "";
+  leader_->ask(local_rank, request, [this, connection, op](const Json& answer) {
+    const auto its = connection.lock();
+    if (!its) return;
+    const auto rank = std::ranges::find(ranks_, its, &Rank::store);
+    if (rank != ranks_.end()) note_answer(rank->state, op, answer);
+    its->send(answer);
+  });
+}
+
+// A new coordinator wants to know what the old one has told the ranks.
+void Host::note_answer(SeatState& state, const std::string& op, const Json& answer) {
+  state.has_entered |= op == "elastic_enter";
+  state.is_done |= op == "elastic_finish" && answer == Json::array({1});
+  if (op != "elastic_next" || !answer.is_array() || answer.size() < 3) return;
+  state.generation = answer[1].get<int>();
+  state.rank = answer[2].get<int>();
+  state.has_entered = true;
+}
+
+std::vector<SeatState> Host::seats() const {
+  std::vector<SeatState> all;
+  for (const Rank& rank : ranks_) {
+    if (rank.pid <= 0) continue;
+    all.push_back(rank.state);
+    all.back().has_ended = rank.end.has_value();
+    all.back().has_failed = rank.end && !rank.end->is_ok();
+  }
+  return all;
 }
 
 // In a place whose process is gone, or a new one.
@@ -259,7 +292,7 @@ void Host::obey(const Json& order) {
     }
   } else if (what == "end") {
     const auto index = order.at("place").get<std::size_t>();
-    if (index < ranks_.size() && !ranks_[index].end) {
+    if (index < ranks_.size() && !ranks_[index].end && ranks_[index].pid > 0) {
       ranks_[index].is_lost = true;
       ::kill(-ranks_[index].pid, SIGKILL);
     }

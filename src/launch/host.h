@@ -15,6 +15,7 @@
 #include "launch/job.h"
 #include "launch/output.h"
 #include "launch/run_options.h"
+#include "launch/takeover.h"
 
 namespace lockstep {
 
@@ -38,6 +39,9 @@ class Host {
 
   void look_for_ends();  // after SIGCHLD
   std::optional<int> exit_code() const { return exit_code_; }
+  bool is_running() const { return is_running_; }  // processes of ranks may be there
+  // Of an elastic job: all places, also of ranks that have ended.
+  std::vector<SeatState> seats() const;
 
  private:
   using Clock = EventLoop::Clock;
@@ -50,6 +54,7 @@ class Host {
     std::optional<ExitStatus> end = {};
     bool is_newcomer = false;
     bool is_lost = false;  // and the job goes on
+    SeatState state = {};  // its part in an elastic job, but for how it ended
     Clock::time_point began = {};
   };
 
@@ -57,6 +62,8 @@ class Host {
   void start_rank(int local_rank, int number, const Share& share, bool is_newcomer);
   void start_newcomer(const Json& order);
   bool has_launcher_store() const { return options_.num_hosts > 1 || options_.is_elastic; }
+  void ask(int local_rank, const std::weak_ptr<Connection>& connection, const Json& request);
+  static void note_answer(SeatState& state, const std::string& op, const Json& answer);
   void look_at_exec(Rank& rank);
   void report_bad_start(const std::string& why);
   void reap_orphans() const;

@@ -8,9 +8,23 @@ void Roster::begin(int generation, const std::vector<Seat>& seats) {
   processes_.clear();
   generation_ = generation;
   num_logical_ = 0;
-  is_broken_ = is_agreed_ = false;
+  is_broken_ = is_agreed_ = is_restored_ = false;
   int rank = 0;
   for (const Seat& seat : seats) processes_[seat] = {.is_member = true, .rank = rank++};
+}
+
+void Roster::restore(int generation, int num_logical, const std::vector<Known>& processes) {
+  processes_.clear();
+  generation_ = generation;
+  num_logical_ = num_logical;
+  is_agreed_ = false;
+  is_broken_ = is_restored_ = true;
+  for (const Known& one : processes) {
+    processes_[one.seat] = {.is_member = one.rank >= 0,
+                            .has_entered = one.has_entered,
+                            .is_done = one.is_done,
+                            .rank = one.rank};
+  }
 }
 
 void Roster::enter(Seat seat, int num_logical) {
@@ -35,10 +49,19 @@ void Roster::set_leaving(Seat seat) {
   form_if_ready();
 }
 
-void Roster::set_done(Seat seat) {
-  if (const auto found = processes_.find(seat); found != processes_.end()) {
-    found->second.is_done = true;
+Roster::Finish Roster::finish(Seat seat) {
+  const auto found = processes_.find(seat);
+  if (found == processes_.end() || found->second.is_done) return Finish::kOver;
+  if (is_broken_ || is_agreed_) {
+    for (auto& [_, its] : processes_) its.is_finishing = false;
+    return Finish::kReform;
   }
+  found->second.is_finishing = true;
+  for (const auto& [_, its] : processes_) {
+    if (its.is_member && !its.is_finishing) return Finish::kWait;
+  }
+  for (auto& [_, its] : processes_) its.is_done = its.is_member;
+  return Finish::kOver;
 }
 
 Roster::Role Roster::remove(Seat seat) {
@@ -52,6 +75,10 @@ Roster::Role Roster::remove(Seat seat) {
   } else if (process.is_member) {
     role = Role::kMember;
     is_broken_ = true;
+    // Who was to leave has the state, if nobody else does.
+    if (num_members() == 0) {
+      for (auto& [_, its] : processes_) its.is_leaving &= !its.is_member;
+    }
   }
   form_if_ready();  // the others may have waited for this one alone
   return role;
@@ -61,6 +88,10 @@ Roster::Answer Roster::ask(Seat seat, int from, bool is_planned) {
   const auto found = processes_.find(seat);
   if (found == processes_.end()) return {.kind = Answer::Kind::kLeave};
   Process& process = found->second;
+  if (!process.is_member && process.is_leaving) {  // it was not needed before it came
+    processes_.erase(found);
+    return {.kind = Answer::Kind::kLeave};
+  }
   const auto place = [&]() -> Answer {
     return {.kind = Answer::Kind::kJoin,
             .generation = generation_,
@@ -71,7 +102,7 @@ Roster::Answer Roster::ask(Seat seat, int from, bool is_planned) {
   const bool is_placed = process.is_member && from < generation_;
   if (is_placed && !is_broken_) return place();
   is_agreed_ |= is_planned && from == generation_;
-  if (process.is_member && !is_broken_ && !is_agreed_ && !is_change_wanted()) {
+  if (process.is_member && !is_broken_ && !is_agreed_ && !is_restored_) {
     return {.kind = Answer::Kind::kIntact, .generation = generation_};
   }
   process.is_ready = true;
@@ -83,6 +114,7 @@ Roster::Answer Roster::ask(Seat seat, int from, bool is_planned) {
 // A newcomer is wanted only as long as it has a logical rank to play.
 bool Roster::is_change_wanted() const {
   if (!is_open() || has_done()) return false;
+  if (is_restored_) return true;
   const bool has_room = num_logical_ == 0 || num_members() < num_logical_;
   return std::ranges::any_of(processes_, [&](const auto& one) {
     const Process& its = one.second;
@@ -115,14 +147,14 @@ void Roster::form_if_ready() {
     ++num_members;
   }
   ++generation_;
-  is_broken_ = is_agreed_ = false;
+  is_broken_ = is_agreed_ = is_restored_ = false;
   int rank = 0;
   for (auto& [_, its] : processes_) {
     if (!its.is_member || its.is_done) {
       its.rank = -1;
       continue;
     }
-    its.is_ready = false;
+    its.is_ready = its.is_finishing = false;
     its.rank = rank++;
   }
 }

@@ -35,10 +35,22 @@ class Roster {
   // A member of the first generation has come to the part of the program that survives losses.
   void enter(Seat seat, int num_logical);
   bool is_open() const;  // all members have
+  // What is left of a job whose coordinator was lost. Its members form the next generation, at the
+  // latest at the end of a step: the store of this one is gone.
+  struct Known {
+    Seat seat = {};
+    int rank = -1;  // -1: a newcomer
+    bool has_entered = false;
+    bool is_done = false;
+  };
+  void restore(int generation, int num_logical, const std::vector<Known>& processes);
   // A process was started there: a newcomer.
   void add(Seat seat);
   void set_leaving(Seat seat);
-  void set_done(Seat seat);  // its training is complete
+  // The training of a member is complete. It is over for all at once, when that of every living
+  // member is; if one was lost before, the others re-form.
+  enum class Finish { kWait, kOver, kReform };
+  Finish finish(Seat seat);
 
   // What a process was that has ended.
   enum class Role { kNone, kNewcomer, kMember, kDone };
@@ -67,6 +79,7 @@ class Roster {
     bool has_entered = false;
     bool is_ready = false;  // has asked for the next generation
     bool is_leaving = false;
+    bool is_finishing = false;
     bool is_done = false;
     int rank = -1;
   };
@@ -76,9 +89,10 @@ class Roster {
 
   std::map<Seat, Process> processes_;
   int generation_ = -1;
-  int num_logical_ = 0;     // at most so many members; 0: not known
-  bool is_broken_ = false;  // a member of this generation is gone
-  bool is_agreed_ = false;  // members come at the end of a step
+  int num_logical_ = 0;       // at most so many members; 0: not known
+  bool is_broken_ = false;    // a member of this generation is gone
+  bool is_agreed_ = false;    // members come at the end of a step
+  bool is_restored_ = false;  // and the next generation is not formed yet
 };
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 #include "launch/run.h"
 
+#include <lockstep/error.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "launch/candidate.h"
 #include "launch/control.h"
 #include "launch/coordinator.h"
 #include "launch/guard.h"
@@ -18,9 +20,10 @@
 namespace lockstep {
 namespace {
 
-constexpr auto kGoodbye = std::chrono::seconds(3);   // for other hosts to hear of the end
-constexpr auto kReading = std::chrono::seconds(5);   // for readers, once told to stop
-constexpr auto kLastWord = std::chrono::seconds(1);  // for them to hear what is not written
+constexpr auto kGoodbye = std::chrono::seconds(3);    // for other hosts to hear of the end
+constexpr auto kResigning = std::chrono::seconds(2);  // for etcd, whose lease ends by itself else
+constexpr auto kReading = std::chrono::seconds(5);    // for readers, once told to stop
+constexpr auto kLastWord = std::chrono::seconds(1);   // for them to hear what is not written
 
 }  // namespace
 
@@ -64,20 +67,41 @@ int run(const RunOptions& options) {
   };
   std::unique_ptr<RemoteLeader> remote;
   std::unique_ptr<Coordinator> coordinator;
-  if (options.host_rank == 0) {
+  std::unique_ptr<Candidate> candidate;
+  if (!options.coordinator.empty()) {
+    candidate = std::make_unique<Candidate>(loop, output, host, options);
+  } else if (options.host_rank == 0) {
     coordinator = std::make_unique<Coordinator>(loop, output, host, options);
   } else {
     remote = std::make_unique<RemoteLeader>(loop, output, host, options);
   }
   std::optional<Control> control;
-  if (coordinator && coordinator->elastic() != nullptr) {
-    control.emplace(loop, options.job_id.empty() ? std::to_string(::getppid()) : options.job_id,
-                    [&](const Json& request) { return coordinator->elastic()->obey(request); });
+  if (options.is_elastic && !remote) {
+    const std::string name = options.job_id.empty() ? std::to_string(::getppid()) : options.job_id;
+    try {
+      control.emplace(loop, name, [&](const Json& request) {
+        Coordinator* const here = candidate ? candidate->coordinator() : coordinator.get();
+        if (here != nullptr) return here->elastic()->obey(request);
+        throw UsageError({.operation = "scale"},
+                         "Another host coordinates this job now.\nAsk there.");
+      });
+    } catch (const Error& error) {
+      output.say("warning: lockstep scale cannot reach this job: " + error.message());
+    }
   }
   while (!host.exit_code()) loop.run_once();
   const auto goodbye = EventLoop::Clock::now() + kGoodbye;
-  while (coordinator && !coordinator->is_alone() && EventLoop::Clock::now() < goodbye) {
+  Coordinator* const first = candidate ? candidate->coordinator() : coordinator.get();
+  while (first != nullptr && !first->is_alone() && EventLoop::Clock::now() < goodbye) {
     loop.run_once(std::chrono::milliseconds(100));
+  }
+  if (candidate) {  // etcd forgets this job at once
+    bool is_done = false;
+    candidate->resign([&] { is_done = true; });
+    const auto limit = EventLoop::Clock::now() + kResigning;
+    while (!is_done && EventLoop::Clock::now() < limit) {
+      loop.run_once(std::chrono::milliseconds(100));
+    }
   }
   // As long as somebody reads, what the ranks have said is shown to the end, and log files that
   // take something get all of it; but who has told the job to stop does not wait long for either.
@@ -95,7 +119,11 @@ int run(const RunOptions& options) {
 
 std::string describe_run(const RunOptions& options) {
   std::string text;
-  if (options.num_hosts > 1) {
+  if (!options.coordinator.empty()) {
+    text = text::format("host {} of {} listens at {}:{} (TLS 1.3) if it is elected at {}\n",
+                        options.host_rank, options.num_hosts, options.master_host,
+                        options.master_port, options.coordinator);
+  } else if (options.num_hosts > 1) {
     text = text::format("host {} of {} {} {}:{} (TLS 1.3)\n", options.host_rank, options.num_hosts,
                         options.host_rank == 0 ? "listens at" : "connects to", options.master_host,
                         options.master_port);

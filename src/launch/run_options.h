@@ -34,6 +34,7 @@ struct RunOptions {
   int num_hosts = 1;  // at most
   int min_hosts = 1;  // an elastic job begins, and goes on, with so many
   int host_rank = 0;
+  std::string coordinator = {};  // etcd, where launchers elect who coordinates; empty: host 0 does
   std::string master_host = {};
   int master_port = 0;
   std::string secret_file = {};

@@ -141,6 +141,7 @@ class ShardedStep::Impl {
       model.shards->end_update(failure, written);
     } catch (...) {
       if (model.shards->needs_repair()) {
+        if (lanes_.empty()) prepare<Kind>(optimizer, model);
         place_states<Kind>(optimizer, model);
         model.shards->repair(writing);
       }

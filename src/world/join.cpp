@@ -231,9 +231,9 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const P
   OpenStore open;
   std::optional<shm::Segment> page;
   if (placement.size > 1) page.emplace(shm::Board::make_page());
-  const Rendezvous rendezvous = open_and_rendezvous(
-      options, placement, engine, page ? page->name() : shm::SegmentName(), deadline, before.get(),
-      open);
+  const Rendezvous rendezvous =
+      open_and_rendezvous(options, placement, engine, page ? page->name() : shm::SegmentName(),
+                          deadline, before.get(), open);
 
   auto state = std::make_shared<State>();
   state->rank = placement.rank;

@@ -36,28 +36,52 @@ Membership::Membership(c10::intrusive_ptr<c10d::Store> line, int notice_fd, Join
       options_(std::move(options)),
       placement_(std::move(placement)) {}
 
-void Membership::enter(int num_logical) {
-  ask(*line_, {{"op", "elastic_enter"}, {"logical", num_logical}});
+void Membership::enter(int num_logical, const std::string& kind) {
+  ask(*line_, {{"op", "elastic_enter"}, {"logical", num_logical}, {"kind", kind}});
 }
 
-void Membership::finish() { ask(*line_, {{"op", "elastic_done"}}); }
-
-NextGeneration Membership::wait_for_next(int from, bool is_planned) {
+void Membership::finish() {
+  enum { kWait, kOver, kReform };  // as launch/roster.h numbers them
   const auto began = Clock::now();
   while (true) {
-    const Json answer =
-        ask(*line_, {{"op", "elastic_next"}, {"from", from}, {"planned", is_planned}});
-    const auto kind = static_cast<NextKind>(answer.at(0).get<int>());
+    const int answer = ask(*line_, {{"op", "elastic_finish"}}).at(0).get<int>();
+    if (answer == kOver) return;
+    if (answer == kReform) {
+      throw PeerLostError({.operation = "elastic"},
+                          "A rank was lost at the end of the training.\nThe others go on.");
+    }
+    if (Clock::now() - began > options_.timeout) {
+      throw TimeoutError({.operation = "elastic"},
+                         "Not all ranks have come to the end of the training.\nLook for a rank "
+                         "that hangs, or raise JoinOptions::timeout.");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+NextGeneration Membership::wait_for_next(int from, bool is_planned, const std::string& kind) {
+  const auto began = Clock::now();
+  while (true) {
+    const Json answer = ask(
+        *line_, {{"op", "elastic_next"}, {"from", from}, {"planned", is_planned}, {"kind", kind}});
+    const auto answered = static_cast<NextKind>(answer.at(0).get<int>());
     const auto waited = Clock::now() - began;
-    if (kind == NextKind::kJoin) {
-      return {.kind = kind,
+    if (answered == NextKind::kJoin) {
+      return {.kind = answered,
               .number = answer.at(1),
               .rank = answer.at(2),
               .size = answer.at(3),
               .changes = answer.at(4)};
     }
-    if (kind == NextKind::kLeave || (kind == NextKind::kIntact && waited > kNoticeGrace)) {
-      return {.kind = kind};
+    if (answered == NextKind::kRefused) {
+      throw MismatchError({.operation = "elastic"},
+                          text::format("This process cannot replace a rank of the job: it is\n{}\n"
+                                       "and the ranks are\n{}\nStart the same program with the "
+                                       "same options and variables on the same kind of machine.",
+                                       kind, answer.at(1).get<std::string>()));
+    }
+    if (answered == NextKind::kLeave || (answered == NextKind::kIntact && waited > kNoticeGrace)) {
+      return {.kind = answered};
     }
     // A newcomer may wait for long: the others admit it at the end of a step.
     if (from >= 0 && waited > options_.timeout) {

@@ -19,7 +19,7 @@
 namespace lockstep {
 
 // As launch/roster.h numbers its answers.
-enum class NextKind { kWait, kJoin, kLeave, kIntact };
+enum class NextKind { kWait, kJoin, kLeave, kIntact, kRefused };
 
 struct NextGeneration {
   NextKind kind = NextKind::kWait;
@@ -36,15 +36,18 @@ class Membership {
              Placement placement);
 
   // The program has come to the part that survives losses.
-  void enter(int num_logical);
-  void finish();  // the training is complete
+  // `kind`: what ranks of a job must have in common.
+  void enter(int num_logical, const std::string& kind);
+  // The training is complete here. Waits until it is on all ranks. Throws: PeerLostError if one was
+  // lost before.
+  void finish();
   // A change is to be made at the end of a step.
   bool is_change_wanted(int generation) const { return notice_.wanted() > generation; }
 
   // Waits until there is a generation after `from` for this process. Returns kIntact if the
   // launcher has not heard of a loss for a while, kLeave if this process is not needed. Throws:
   // TimeoutError, PeerLostError (the launcher is gone).
-  NextGeneration wait_for_next(int from, bool is_planned);
+  NextGeneration wait_for_next(int from, bool is_planned, const std::string& kind);
 
   const c10::intrusive_ptr<c10d::Store>& store() const { return line_; }
   const JoinOptions& options() const { return options_; }

@@ -35,6 +35,14 @@ TEST(Hello, HostsOfOneJobFit) {
   EXPECT_EQ(find_conflict(some_host(0), other, false), "");
 }
 
+TEST(Hello, AnElectedCoordinatorMayBeAnyHost) {
+  EXPECT_EQ(find_conflict(some_host(2), some_host(0), false), "");
+  EXPECT_TRUE(has(find_conflict(some_host(2), some_host(3), false), "not in 0 to 2"));
+  Hello other = some_host(0);
+  other.job_id = "18";
+  EXPECT_TRUE(has(find_conflict(some_host(2), other, false), "host 2 has the job id '17'"));
+}
+
 TEST(Hello, WhatDoesNotFitIsNamedWithBothSides) {
   const auto conflict = [](auto change) {
     Hello other = some_host(1);

@@ -119,16 +119,71 @@ TEST(Roster, WhoIsToLeaveLeavesAtTheEndOfAStep) {
   expect_place(roster.ask({0, 1}, 0, true), 1, 0, 2);
 }
 
-TEST(Roster, WhoIsDoneIsNotWaitedForAndNobodyJoinsAnyMore) {
+// The coordinator was lost, with a member. One has heard of generation 3, the other not yet.
+TEST(Roster, WhatIsRestoredFormsTheNextGeneration) {
+  Roster roster;
+  roster.restore(3, 4,
+                 {{.seat = {1, 0}, .rank = 1, .has_entered = true},
+                  {.seat = {2, 0}, .rank = 1, .has_entered = true},
+                  {.seat = {2, 1}}});
+  EXPECT_TRUE(roster.is_open());
+  EXPECT_EQ(roster.num_members(), 2);
+  EXPECT_EQ(roster.newcomers(), std::vector<Seat>({{2, 1}}));
+  EXPECT_EQ(roster.wanted(), 4);  // also if nobody has noticed anything
+  EXPECT_EQ(roster.ask({1, 0}, 3, false).kind, Kind::kWait);
+  expect_place(roster.ask({2, 0}, 2, true), 4, 1, 2);
+  expect_place(roster.ask({1, 0}, 3, false), 4, 0, 2);
+  EXPECT_EQ(roster.wanted(), 4);
+}
+
+TEST(Roster, WhatIsRestoredIsNotOpenBeforeAllHaveEntered) {
+  Roster roster;
+  roster.restore(0, 0, {{.seat = {1, 0}, .rank = 0}, {.seat = {2, 0}, .rank = 1}});
+  roster.enter({1, 0}, 2);
+  EXPECT_FALSE(roster.is_open());
+  roster.enter({2, 0}, 2);
+  EXPECT_TRUE(roster.is_open());
+}
+
+TEST(Roster, TheEndIsForAllAtOnce) {
   Roster roster = three();
   roster.add({1, 1});
   roster.ask({1, 1}, -1, false);
-  roster.set_done({0, 0});
-  EXPECT_EQ(roster.wanted(), 0);
+  EXPECT_EQ(roster.finish({0, 0}), Roster::Finish::kWait);
+  EXPECT_EQ(roster.finish({0, 1}), Roster::Finish::kWait);
+  EXPECT_EQ(roster.finish({1, 0}), Roster::Finish::kOver);
+  EXPECT_EQ(roster.finish({0, 0}), Roster::Finish::kOver);
+  EXPECT_EQ(roster.wanted(), 0);  // nobody joins any more
   EXPECT_EQ(roster.remove({0, 0}), Role::kDone);
-  EXPECT_EQ(roster.ask({1, 0}, 0, false).kind, Kind::kWait);  // for the newcomer's sake
+  EXPECT_EQ(roster.finish({0, 1}), Roster::Finish::kOver);
+}
+
+TEST(Roster, WhoIsLostAtTheEndIsLost) {
+  Roster roster = three();
+  EXPECT_EQ(roster.finish({0, 0}), Roster::Finish::kWait);
+  EXPECT_EQ(roster.finish({0, 1}), Roster::Finish::kWait);
+  EXPECT_EQ(roster.remove({0, 1}), Role::kMember);
+  EXPECT_EQ(roster.finish({0, 0}), Roster::Finish::kReform);
+  roster.ask({0, 0}, 0, false);
+  expect_place(roster.ask({1, 0}, 0, false), 1, 1, 2);
+  EXPECT_EQ(roster.finish({0, 0}), Roster::Finish::kWait);
+  EXPECT_EQ(roster.finish({1, 0}), Roster::Finish::kOver);
+}
+
+TEST(Roster, WhoIsToLeaveStaysIfTheOthersAreLost) {
+  Roster roster = three();
+  roster.set_leaving({1, 0});
+  roster.remove({0, 0});
   roster.remove({0, 1});
-  EXPECT_EQ(roster.ask({1, 0}, 0, false).kind, Kind::kJoin);
+  expect_place(roster.ask({1, 0}, 0, false), 1, 0, 1);
+}
+
+TEST(Roster, ANewcomerThatIsNotNeededAnyMoreLeaves) {
+  Roster roster = three();
+  roster.add({1, 1});
+  roster.set_leaving({1, 1});
+  EXPECT_EQ(roster.ask({1, 1}, -1, false).kind, Kind::kLeave);
+  EXPECT_FALSE(roster.has({1, 1}));
 }
 
 }  // namespace
