@@ -20,7 +20,7 @@ newcomer    from main() of the replacement, when LibTorch is loaded, to the end 
 stall       how long the slowest survivor stands still when it joins; x copy: over one memcpy of the state's bytes in a rank,
             x broadcast: over a broadcast of them by the engine to all ranks.
 wrong       hashes of weights, one every few steps, that are not those of a run that lost nobody.
-Ratios between rows of one run are results; absolute times are not.
+Ratios between rows of one run are results; absolute times are not. LOCKSTEP_BENCH_KEEP=FOLDER keeps what ranks wrote.
 """
 
 import argparse
@@ -79,6 +79,7 @@ class Process:
         self.rest = ""
         self.seat = self.began = self.main = self.made = self.copy = None
         self.steps, self.changes, self.hashes = [], [], {}
+        self.size = RANKS  # of the present generation
 
     def read(self):
         *lines, self.rest = (self.rest + self.file.read()).split("\n")
@@ -91,11 +92,18 @@ class Process:
             elif kind == "step":
                 self.steps.append(Step(int(words[0]), float(words[1]), int(words[2])))
             elif kind == "change":
-                self.changes.append(Change(*map(int, words[:5]), float(words[5]), int(words[6]), float(words[7])))
+                self.add_change(Change(*map(int, words[:5]), float(words[5]), int(words[6]), float(words[7])))
             elif kind == "hash":
                 self.hashes[int(words[0])] = words[1]
             elif kind == "copy":
                 self.copy = (int(words[0]), float(words[1]), float(words[2]))
+
+    def add_change(self, change):
+        # commit() does not return from a step at whose end ranks change, so the rank could not write that it is complete.
+        if self.steps and not change.redone and change.step > self.steps[-1].number:
+            self.steps.append(Step(change.step, change.time - change.seconds, self.size))
+        self.size = change.size
+        self.changes.append(change)
 
     def steps_since_change(self):
         """Of the present generation, without the first ones of the process."""
@@ -207,8 +215,10 @@ def job_of(*arguments, **options):
         job = Job(pathlib.Path(name), *arguments, **options)
         try:
             yield job
+            if keep := os.environ.get("LOCKSTEP_BENCH_KEEP"):
+                subprocess.run(["cp", "-r", name, keep], check=False)
         except (TimeoutError, ChildProcessError, subprocess.TimeoutExpired):
-            if keep := os.environ.get("LOCKSTEP_BENCH_KEEP"):  # a folder, for the record of a run that failed
+            if keep := os.environ.get("LOCKSTEP_BENCH_KEEP"):
                 subprocess.run(["cp", "-r", name, keep], check=False)
             for log in sorted(pathlib.Path(name).glob("*.log")):
                 print(f"---- {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", file=sys.stderr)
@@ -308,7 +318,8 @@ class Losses:
                "noticed_ms": statistics.median(one[1] for one in self.each) * 1e3,
                "formed_ms": statistics.median(one[2] - one[1] for one in self.each) * 1e3,
                "steps_lost": statistics.fmean(one[3] for one in self.each),
-               "step_ms": self.step_ms(RANKS), "step_without_ms": self.step_ms(self.each[0][4])}
+               "step_ms": self.step_ms(RANKS), "step_without_ms": self.step_ms(min(one[4] for one in self.each)),
+               "with_newcomer": sum(one[4] == RANKS for one in self.each)}
         if self.stalls:
             whole, load, made, joined = ([one[i] * 1e3 for one in self.newcomers] for i in range(4))
             stall = statistics.median(one[0] for one in self.stalls) * 1e3
@@ -384,10 +395,10 @@ def measure(name, model, kills, cuts, chance):
         yield own.row(sum(of_this), model=name, layout=layout)
 
 
-def measure_cost(name, model, ranks=2):
+def measure_cost(name, model, rounds, ranks=2):
     """Medians of steps, of a run with --elastic over one without, in turns."""
     ratios, quiet, times = [], {}, {}
-    for turn in range(model.cost_rounds):
+    for turn in range(rounds):
         own = {}
         for kind in (["--elastic"], []) if turn % 2 else ([], ["--elastic"]):
             with job_of(name, [*kind, "--logical-ranks", str(ranks)],
@@ -467,6 +478,7 @@ def main():
     parser.add_argument("--peer-kills", type=int, default=PEER_KILLS)
     parser.add_argument("--host-kills", type=int, default=HOST_KILLS)
     parser.add_argument("--cuts", type=int, default=HOST_CUTS)
+    parser.add_argument("--rounds", type=int, help="of the cost; without it 15 of the MLP, 7 of the GPT")
     parser.add_argument("--seed", type=int, help="which ranks are killed, and when in a step")
     parser.add_argument("--quick", action="store_true", help="to see that it runs: too short for figures, and no peers")
     parser.add_argument("--json", action="store_true", help="one object a row")
@@ -489,7 +501,9 @@ def main():
         else:
             print("# Without hosts: network namespaces need root.", file=sys.stderr)
     if "cost" in options.only:
-        groups += [(f"cost, {name}", measure_cost(name, options.settings[name])) for name in options.models]
+        for name in options.models:
+            model = options.settings[name]
+            groups.append((f"cost, {name}", measure_cost(name, model, options.rounds or model.cost_rounds)))
     if not options.json:
         heading(options)
     wrong, failed, missed = 0, 0, []
