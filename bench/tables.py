@@ -160,7 +160,7 @@ class Rows:
                       "newcomer, ms", "stall, ms", "over a copy", "over a broadcast", "step, ms", "wrong"],
                      ([row["peer"], what[row["layout"]], MODELS[row["model"]], str(row["kills"]), number(row["p50_ms"]),
                        number(row["p99_ms"]), number(row.get("noticed_ms")), number(row.get("formed_ms")),
-                       f"{row['steps_lost']:.2f}", number(row.get("newcomer_ms")), number(row.get("stall_newcomer_ms")),
+                       number(row["steps_lost"]), number(row.get("newcomer_ms")), number(row.get("stall_newcomer_ms")),
                        ratio(row.get("x_copy")), ratio(row.get("x_broadcast")), number(row["step_ms"]),
                        str(row["wrong"]) if row["wrong"] is not None else ""]
                       for row in self.of(bench="recover") if row["layout"] in what))
