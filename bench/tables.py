@@ -153,6 +153,24 @@ class Rows:
                 for what in whats]
         return table(["ms", *peers], rows)
 
+    def recover(self):
+        what = {"ranks": "4 ranks", "hosts": "2 hosts x 2 ranks", "cut": "2 hosts x 2 ranks, a cable is cut"}
+        ratio = lambda value: f"{value:.1f} x" if value is not None else ""
+        return table(["", "", "", "kills", "beyond the step, p50 ms", "p99 ms", "noticed, ms", "formed, ms", "steps redone",
+                      "newcomer, ms", "stall, ms", "over a copy", "over a broadcast", "step, ms", "wrong"],
+                     ([row["peer"], what[row["layout"]], MODELS[row["model"]], str(row["kills"]), number(row["p50_ms"]),
+                       number(row["p99_ms"]), number(row.get("noticed_ms")), number(row.get("formed_ms")),
+                       number(row["steps_lost"]), number(row.get("newcomer_ms")), number(row.get("stall_newcomer_ms")),
+                       ratio(row.get("x_copy")), ratio(row.get("x_broadcast")), number(row["step_ms"]),
+                       str(row["wrong"]) if row["wrong"] is not None else ""]
+                      for row in self.of(bench="recover") if row["layout"] in what))
+
+    def recover_cost(self):
+        return table(["ms per step, nobody is lost", "without --elastic", "with --elastic", "", "quiet", "rounds"],
+                     ([MODELS[row["model"]], number(row["plain_ms"]), number(row["elastic_ms"]), f"{row['percent']:+.2f} %",
+                       f"{row['quiet_percent']:+.2f} %", str(row["rounds"])]
+                      for row in self.of(bench="recover", layout="cost")))
+
     def kit(self):
         models = ["mlp", "cnn", "gpt", "many"]
         whats = list(dict.fromkeys(row["what"] for row in self.of(bench="kit") if "faster" in row))
@@ -213,6 +231,7 @@ class Rows:
                 "logical": self.logical(),
                 "alone": self.alone(), "gpt": self.gpt(), "hosts": self.hosts(),
                 "scaling": self.scaling(), "scaling hosts": self.scaling_hosts(), "launch": self.launch(),
+                "recover": self.recover(), "recover cost": self.recover_cost(),
                 "kit": self.kit(), "kit training": self.kit_training(), "checkpoint": self.checkpoint(), "summary": self.summary()}
 
 
