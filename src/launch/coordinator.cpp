@@ -15,7 +15,7 @@ namespace {
 constexpr auto kBlamedMayTake = std::chrono::seconds(5);
 
 // For hosts beyond the fewest that an elastic job needs, to be there from the beginning.
-constexpr auto kLastCall = std::chrono::seconds(2);
+constexpr auto kLastCall = std::chrono::seconds(10);
 
 }  // namespace
 
@@ -51,7 +51,10 @@ Coordinator::Coordinator(EventLoop& loop, Output& output, Host& host, const RunO
   timer_ = loop_.after(kPingEvery, [this] { look_around(); });
   // Launchers whose ranks run need a moment to come.
   if (handover.has_followed) not_before_ += kLeaseTtl;
-  if (!handover.running) return;
+  if (!handover.running) {
+    if (elastic_ && options.min_hosts == 1) call_last();
+    return;
+  }
   gather(handover.running->job);
   take_in(options.host_rank, *handover.running);
   for (const SeatEnd& end : handover.ends) report_seat(end);
@@ -199,7 +202,11 @@ void Coordinator::on_hello(const std::shared_ptr<Connection>& connection, const 
   if (start_if_all_came() || !elastic_ || static_cast<int>(members_.size()) != options_.min_hosts) {
     return;
   }
-  // Enough are here; those that come at about the same time are waited for.
+  call_last();
+}
+
+// Enough are here; those that come at about the same time are waited for.
+void Coordinator::call_last() {
   const auto wait =
       std::chrono::ceil<std::chrono::milliseconds>(not_before_ - EventLoop::Clock::now());
   loop_.after(std::max<std::chrono::milliseconds>(kLastCall, wait), [this] {

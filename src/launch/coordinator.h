@@ -112,6 +112,7 @@ class Coordinator : public Leader {
   Json answer(int host_rank, int place, const Json& request);
   void order(int host_rank, const Json& order);
   bool start_if_all_came();
+  void call_last();
   bool lose_host(int host_rank, const std::string& reason);
   void start(int generation);
   void stop(StopCause cause);

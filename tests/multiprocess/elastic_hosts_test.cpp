@@ -60,7 +60,8 @@ class TwoHosts {
     jobs_[host] =
         std::make_unique<Job>(arguments, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"},
                                                                   {"LOCKSTEP_SECRET", kSecret},
-                                                                  {"LOCKSTEP_HOST_ID", id}}});
+                                                                  {"LOCKSTEP_HOST_ID", id}},
+                                                    .deadline = kDeadline});
   }
   Job& job(int host) { return *jobs_.at(host); }
   void kill(int host) {
@@ -165,6 +166,7 @@ TEST(ElasticHosts, AfterACutOneSideGoesOn) {
                                         "sleep=10"};
     jobs.push_back(std::make_unique<Job>(
         command, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SECRET", kSecret}},
+                            .deadline = kDeadline,
                             .prefix = net.prefix(host)}));
   }
   jobs[0]->wait_for_output("4 ranks on 2 hosts");

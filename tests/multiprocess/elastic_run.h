@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -45,7 +46,11 @@ inline std::vector<std::string> arguments(const Folder& folder, const std::strin
   return all;
 }
 
-inline JobOptions options() { return {.variables = {{"OMP_NUM_THREADS", "1"}}}; }
+inline constexpr auto kDeadline = std::chrono::minutes(3);  // on a busy machine, under sanitizers
+
+inline JobOptions options() {
+  return {.variables = {{"OMP_NUM_THREADS", "1"}}, .deadline = kDeadline};
+}
 
 // "weights 7e7ebedc908282ec after 30 steps, sum 30, lr 0.1"
 inline std::string result_of(const std::string& out) {

@@ -140,7 +140,8 @@ TEST(ElasticScale, RanksComeAndLeaveAtTheEndOfAStep) {
   const Folder folder;
   const std::string name = text::format("test{}", ::getpid());
   const JobOptions its = {
-      .variables = {{"OMP_NUM_THREADS", "1"}, {"XDG_RUNTIME_DIR", folder.path()}}};
+      .variables = {{"OMP_NUM_THREADS", "1"}, {"XDG_RUNTIME_DIR", folder.path()}},
+      .deadline = kDeadline};
   Job job({"run", "-n", "2", "--elastic", "--logical-ranks", "4", "--job-id", name, "--",
            LOCKSTEP_ELASTIC_TRAINER, folder.path() + "/run", "cnn", "700", "log=" + folder.path(),
            "sleep=10"},
