@@ -50,6 +50,15 @@ class OwnWatch {
   EventLoop::Clock::time_point last_ = EventLoop::Clock::now();
 };
 
+// After a takeover, until all hosts have come that the job had, or are lost.
+struct Gathering {
+  JobState job = {};                                 // the newest that a host knows
+  std::set<int> missing = {};                        // hosts
+  std::map<int, std::vector<SeatState>> seats = {};  // of hosts whose ranks run
+  std::vector<std::function<void()>> later = {};     // what waits for the end of it
+  EventLoop::Timer deadline = {};
+};
+
 class Coordinator : public Leader {
  public:
   // With one host, starts at once; else opens the port and waits for the others.
@@ -81,15 +90,6 @@ class Coordinator : public Leader {
     int num_ranks = 0;
     std::shared_ptr<Connection> connection = {};  // null: this host
     bool has_ended = false;
-  };
-
-  // After a takeover, until all hosts have come that the job had, or are lost.
-  struct Gathering {
-    JobState job = {};                                 // the newest that a host knows
-    std::set<int> missing = {};                        // hosts
-    std::map<int, std::vector<SeatState>> seats = {};  // of hosts whose ranks run
-    std::vector<std::function<void()>> later = {};     // what waits for the end of it
-    EventLoop::Timer deadline = {};
   };
 
   void open_door();

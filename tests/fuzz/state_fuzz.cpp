@@ -60,7 +60,7 @@ struct Training {
       lockstep::part_of(scaler, "scaler"),
       lockstep::part_of([this] { return sampler.state(); },
                         [this](const lockstep::SamplerState& state) { sampler.load_state(state); },
-                        "sampler"),
+                        {}, "sampler"),
       lockstep::part_of(master, "master"),
       lockstep::part_of(average, "average"),
       lockstep::part_of(averager, "averager"),
