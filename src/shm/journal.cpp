@@ -26,7 +26,8 @@ Journal::Journal(std::byte* memory, int rank, const Size& size)
       size_(size) {}
 
 Journal::Entry& Journal::entry(int rank, int lane) const {
-  const auto index = static_cast<std::size_t>(rank * size_.num_lanes + lane);
+  const auto index = static_cast<std::size_t>(rank) * static_cast<std::size_t>(size_.num_lanes) +
+                     static_cast<std::size_t>(lane);
   return *reinterpret_cast<Entry*>(entries_ + index * entry_bytes_);
 }
 
