@@ -69,6 +69,7 @@ struct Elastic::Impl {
   bool is_in_step = false;  // something of the next one was done, for people
   bool has_state = true;    // false: a newcomer that was not given any yet
   bool is_filled = false;   // it is being given one, or was and that failed in the middle
+  bool is_torn = false;     // a loss came between the optimizer and commit()
   std::string my_kind;
 
   std::vector<Reducer::Settings> settings;  // while there are no reducers
@@ -113,8 +114,7 @@ std::string Elastic::Impl::kind() const {
   }
   return text::format(
       "lockstep {} with LibTorch {}, {} logical ranks, {} threads, seed {}, model and options "
-      "{:x}, "
-      "on {}",
+      "{:x}, on {}",
       LOCKSTEP_VERSION, TORCH_VERSION, world.logical_size(), at::get_num_threads(), world.seed(),
       hash_bytes(text.data(), text.size()),
       is_any_platform_allowed() ? "any platform" : platform());
@@ -187,9 +187,10 @@ bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   tried = next.number;
   world.move_to(next);
   const StateShared shared = share_state(
-      world, kept.parts, {.steps = has_state ? steps : -1, .is_whole = is_whole() && !is_filled},
+      world, kept.parts, {.steps = has_state ? steps : -1, .is_whole = !is_torn && !is_filled},
       ddp_steps, is_filled);
   has_state = true;
+  is_torn = false;
   steps = shared.steps;
   ddp_steps = shared.counts;
   for (const Part& part : kept.parts) {
@@ -291,7 +292,10 @@ bool Elastic::run(const std::function<void()>& train) {
     } catch (const Error& one) {
       if (!may_be_loss(one)) throw;
       error = std::current_exception();
-      if (!must_reform) self.lost_at = Clock::now();
+      if (!must_reform) {  // from here on it is lockstep that writes to parameters
+        self.lost_at = Clock::now();
+        self.is_torn = !self.is_whole();
+      }
     }
     must_reform = true;
   }

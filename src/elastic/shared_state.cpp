@@ -115,8 +115,7 @@ StateShared share_state(const World& world, const std::vector<Part>& parts, cons
     throw UsageError(place,
                      "Ranks were lost, and none of those that are left has the state of a complete "
                      "step: they were changing it, or had not been given it yet.\nGo back to the "
-                     "last checkpoint: start "
-                     "the job again (lockstep run --max-restarts does).");
+                     "last checkpoint: start the job again (lockstep run --max-restarts does).");
   }
   shared.steps = newest;
   std::vector<int> sources;
