@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -56,6 +57,9 @@ struct EngineContext {
   std::string launcher;                         // what started the ranks, such as "OpenMPI"
   // Where the engine says what its ranks wait for, so that mismatches across engines are found.
   std::shared_ptr<shm::BoardChannel> channel;
+  // In an elastic job: whether a rank of it is known to be lost, so that waits look for it at once.
+  // Cheap, and called from any thread.
+  std::function<bool()> has_ended;
 
   int size() const { return static_cast<int>(members.size()); }
   // What errors call this rank.

@@ -215,6 +215,7 @@ Reducer::Settings Reducer::settings() const {
   return {.accumulate = accumulate_,
           .is_asked_to_stop = is_asked_to_stop_,
           .is_asked_to_reform = is_asked_to_reform_,
+          .has_ended = has_ended_,
           .epoch = epoch_,
           .is_torn = shards_ && shards_->is_torn()};
 }
@@ -224,6 +225,7 @@ void Reducer::take(const Settings& settings) {
   accumulate_ = settings.accumulate;
   is_asked_to_stop_ = settings.is_asked_to_stop;
   is_asked_to_reform_ = settings.is_asked_to_reform;
+  has_ended_ = settings.has_ended;
   epoch_ = settings.epoch;  // what hooks have kept is of another layout
   // Parameters that were moved out of memory that is torn are torn all the same.
   if (!settings.is_torn) return;
@@ -241,9 +243,10 @@ void Reducer::set_num_steps(std::int64_t steps) {
   first_step_ = steps - stats_.steps();
 }
 
-void Reducer::reform_when(std::function<bool()> is_asked) {
+void Reducer::reform_when(std::function<bool()> is_asked, std::function<bool()> has_ended) {
   const MutexLock lock(mutex_);
   is_asked_to_reform_ = std::move(is_asked);
+  has_ended_ = std::move(has_ended);
 }
 
 bool Reducer::must_reform() const {

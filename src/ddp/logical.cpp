@@ -53,6 +53,7 @@ void Reducer::check_logical() {
 Turn Reducer::play() {
   const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
+  throw_if_ended();
   if (step_.phase != Phase::kIdle) abandon();
   const bool is_last = *no_sync_depth_ == 0 && num_local_ + 1 >= accumulate_ && turns_.is_last();
   if (!turns_.are_on()) return {.logical_rank = world_.rank(), .is_last = is_last};

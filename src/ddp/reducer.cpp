@@ -194,6 +194,7 @@ void Reducer::add_slots(std::vector<std::string> sparse) {
 void Reducer::on_gradient(std::size_t index) {
   const MutexLock lock(mutex_);
   const at::NoGradGuard no_grad;
+  throw_if_ended();
   if (step_.phase != Phase::kIdle && step_.task.expired()) abandon();
   if (step_.phase == Phase::kIdle) begin_backward(true);
   Slot& slot = slots_[index];

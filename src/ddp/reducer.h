@@ -72,14 +72,16 @@ class Reducer {
   void take_settings_from(Reducer& before);
 
   // Of an elastic job. `is_asked` is called in every synchronised backward; must_reform() says
-  // whether it was true on any rank in the last one.
-  void reform_when(std::function<bool()> is_asked);
+  // whether it was true on any rank in the last one. `has_ended` is called at each gradient: a rank
+  // is lost, so that the step cannot end.
+  void reform_when(std::function<bool()> is_asked, std::function<bool()> has_ended);
   bool must_reform() const;
   // What the reducer of the next generation goes on with.
   struct Settings {
     int accumulate = 1;
     std::function<bool()> is_asked_to_stop = {};
     std::function<bool()> is_asked_to_reform = {};
+    std::function<bool()> has_ended = {};
     int epoch = 0;
     bool is_torn = false;
   };
@@ -257,6 +259,7 @@ class Reducer {
                     const std::string& advice) LOCKSTEP_REQUIRES(mutex_);
   void throw_problems() LOCKSTEP_REQUIRES(mutex_);
   void throw_early_end() LOCKSTEP_REQUIRES(mutex_);
+  void throw_if_ended() const LOCKSTEP_REQUIRES(mutex_);
   void order_after_posted() LOCKSTEP_REQUIRES(mutex_);
   void keep_unfinished() LOCKSTEP_REQUIRES(mutex_);
   void drop_step() LOCKSTEP_REQUIRES(mutex_);
@@ -349,6 +352,7 @@ class Reducer {
   std::function<bool()> is_asked_to_stop_ LOCKSTEP_GUARDED_BY(mutex_);
   bool must_stop_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // as all ranks agreed in the last step
   std::function<bool()> is_asked_to_reform_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::function<bool()> has_ended_ LOCKSTEP_GUARDED_BY(mutex_);
   bool must_reform_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // the same
   bool has_warned_of_graph_ LOCKSTEP_GUARDED_BY(mutex_) = false;
 };

@@ -173,7 +173,8 @@ void Elastic::Impl::attach() {
 // In every step its ranks ask whether a change is wanted.
 void Elastic::Impl::watch(Reducer& reducer) const {
   reducer.reform_when(
-      [its = world] { return its.membership()->is_change_wanted(its.generation()); });
+      [its = world] { return its.membership()->is_change_wanted(its.generation()); },
+      [its = world] { return its.membership()->has_ended(its.generation()); });
 }
 
 bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {

@@ -43,6 +43,7 @@ c10::intrusive_ptr<c10d::Backend> TensorEngine::shrink(
       text::format("shrink{}/{}", num_shrunk_++, text::join(excluded, ",")), context_->store);
   left.connect_timeout = context_->timeout;
   left.channel.reset();
+  left.has_ended = nullptr;  // it is known who is lost
   const std::string engine = left.size() == 1 ? "solo" : left.is_one_host() ? "shm" : name_;
   return make_engine(engine, left);
 }

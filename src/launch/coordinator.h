@@ -28,7 +28,7 @@
 namespace lockstep {
 
 // Of the messages between launchers; a version of its own, so that they can tell each other.
-inline constexpr int kLinkVersion = 5;
+inline constexpr int kLinkVersion = 6;
 inline constexpr auto kPingEvery = std::chrono::seconds(1);
 
 inline constexpr const char* kHeldUpAdvice =

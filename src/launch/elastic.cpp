@@ -292,14 +292,20 @@ Json ElasticJob::answer(int host, int place, const Json& request) {
   return reply;
 }
 
-// Every host's ranks read in memory which generation is wanted.
+// Every host's ranks read in memory which generation is wanted, and whether theirs has ended.
 void ElasticJob::publish() {
+  const NoticeWords words{.wanted = roster_.wanted(), .num_ended = roster_.num_ended(),
+                          .formed = roster_.generation()};
   for (const auto& [seat, _] : places_) {
     if (!roster_.has(seat)) continue;
-    int& told = told_.try_emplace(seat.first, -1).first->second;
-    if (told == roster_.wanted()) continue;
-    told = roster_.wanted();
-    callbacks_.order(seat.first, {{"type", "seat"}, {"do", "want"}, {"generation", told}});
+    const auto [told, is_new] = told_.try_emplace(seat.first);
+    if (!is_new && told->second == words) continue;
+    told->second = words;
+    callbacks_.order(seat.first, {{"type", "seat"},
+                                  {"do", "want"},
+                                  {"generation", words.wanted},
+                                  {"ended", words.num_ended},
+                                  {"formed", words.formed}});
   }
 }
 

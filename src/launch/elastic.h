@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/json.h"
+#include "base/notice.h"
 #include "launch/event_loop.h"
 #include "launch/job.h"
 #include "launch/roster.h"
@@ -93,7 +94,7 @@ class ElasticJob {
   Roster roster_;
   std::map<Seat, Place> places_;
   std::map<Seat, EventLoop::Timer> timers_;  // until a process is started there
-  std::map<int, int> told_;                  // by host: the generation that is wanted, as it knows
+  std::map<int, NoticeWords> told_;          // by host: what its ranks read in memory
   std::vector<std::string> changes_;         // since the last generation, a line each
   std::set<int> drained_;  // hosts that are to be closed when their ranks have left
   std::string kind_;       // of the ranks, as they say: model, platform, options

@@ -280,7 +280,10 @@ void Host::start_newcomer(const Json& order) {
 void Host::obey(const Json& order) {
   const std::string what = order.at("do");
   if (what == "want") {
-    if (notice_) write_notice(notice_.get(), order.at("generation").get<int>());
+    if (!notice_) return;
+    write_notice(notice_.get(), {.wanted = order.at("generation").get<int>(),
+                                 .num_ended = order.at("ended").get<int>(),
+                                 .formed = order.at("formed").get<int>()});
   } else if (what == "start" && is_running_ && !cause_ && !is_closing_) {
     try {
       start_newcomer(order);

@@ -63,6 +63,9 @@ class Roster {
   int generation() const { return generation_; }
   // More than generation() if members are to ask for the next one at the end of a step.
   int wanted() const { return generation_ + (is_change_wanted() ? 1 : 0); }
+  // Generations below this one have lost a member. After restore(), members go on until they miss
+  // somebody: it may be that nobody is lost.
+  int num_ended() const { return generation_ + (is_broken_ && !is_restored_ ? 1 : 0); }
   int num_logical() const { return num_logical_; }
   std::vector<Seat> members() const;    // by rank
   int num_members() const;              // living, without those that are to leave or are done

@@ -25,6 +25,8 @@ using Clock = std::chrono::steady_clock;
 
 // Dead and failed peers are looked for this often while waiting.
 constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50);
+// And where somebody says that there are any, it is asked this often.
+constexpr auto kNoticeInterval = std::chrono::milliseconds(4);
 constexpr auto kTimeToDie = std::chrono::seconds(1);
 constexpr auto kFirstWarning = std::chrono::seconds(10);
 
@@ -232,7 +234,7 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     Sleep sleep(peers_.self());
     if (progress(true)) continue;
     if (is_done(request)) return true;
-    if (now - last_check >= kPeerCheckInterval) {
+    if (now - last_check >= kPeerCheckInterval || (options_.has_ended && options_.has_ended())) {
       board_wait.look(now - start, [&] { return activity_of(request); });
       check_peers_of(request);
       last_check = now;
@@ -247,7 +249,7 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     {
       const MutexUnlock unlock(mutex_);
       sleep.nap(std::min<std::chrono::nanoseconds>(
-          {kPeerCheckInterval, timeout, until - now, std::max(next_look, now) - now}));
+          {options_.has_ended ? kNoticeInterval : kPeerCheckInterval, timeout, until - now, std::max(next_look, now) - now}));
     }
     throw_if_failed();
     spin_until = Clock::now() + std::min(options_.spin, kShortSpin);

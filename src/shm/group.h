@@ -43,6 +43,8 @@ struct GroupOptions {
   std::shared_ptr<BoardChannel> channel = {};  // if other ranks are to see what this one waits for
   // A thread of the caller's own waits for whatever is started: nobody else need move it on.
   bool is_attended = false;
+  // Where deaths are events: whether one of the ranks has died. Waits then look for it at once.
+  std::function<bool()> has_ended = {};
 };
 
 // Gives every rank the texts of all ranks, in the order of ranks. Used while a group is made.

@@ -213,7 +213,6 @@ void World::move_to(const NextGeneration& next) const {
   placement.generation = next.number;
   placement.notice_fd.reset();  // it is known
   const auto fresh = join_as(membership->options(), placement, membership);
-  fresh->membership = membership;
   fresh->seed = state_->seed;  // of the run
   fresh->generation = next.number;
   state_->replace_by(*fresh);
@@ -246,7 +245,18 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const P
   state->store =
       c10::make_intrusive<c10d::PrefixStore>(rendezvous.key_prefix + "/user", open.store);
 
+  state->membership = before;
+  if (placement.notice_fd) {
+    state->membership =
+        std::make_shared<Membership>(open.store, *placement.notice_fd, options, placement);
+  }
+
   EngineContext context;
+  if (const auto& membership = state->membership) {
+    context.has_ended = [membership, generation = placement.generation] {
+      return membership->has_ended(generation);
+    };
+  }
   context.rank = placement.rank;
   context.members = rendezvous.members;
   context.store =
@@ -274,10 +284,6 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const P
   open.store->setTimeout(options.timeout);
   state->context = context;
   state->context.connect_timeout = options.join_timeout;
-  if (placement.notice_fd) {
-    state->membership =
-        std::make_shared<Membership>(open.store, *placement.notice_fd, options, placement);
-  }
   if (!before) announce(log, context, choice);
   return state;
 }

@@ -14,6 +14,7 @@
 
 #include "base/frame.h"
 #include "base/text.h"
+#include "world/store.h"
 
 namespace lockstep {
 namespace {
@@ -133,15 +134,14 @@ void LauncherStore::wait(const std::vector<std::string>& keys) { wait(keys, time
 
 void LauncherStore::wait(const std::vector<std::string>& keys,
                          const std::chrono::milliseconds& timeout) {
-  const auto deadline = Clock::now() + timeout;
-  auto pause = std::chrono::milliseconds(1);
+  const auto began = Clock::now();
   while (!check(keys)) {
-    if (timeout != kNoTimeout && Clock::now() >= deadline) {
+    const auto waited = Clock::now() - began;
+    if (timeout != kNoTimeout && waited >= timeout) {
       C10_THROW_ERROR(DistStoreError, text::format("wait timeout after {} ms, keys: {}",
                                                    timeout.count(), text::join(keys, ", ")));
     }
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::milliseconds(20));
+    std::this_thread::sleep_for(pause_after(waited));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "world/store.h"
 #include "world/translate.h"
 
 namespace lockstep {
@@ -16,7 +17,6 @@ using Clock = std::chrono::steady_clock;
 
 // A rank may learn of a death before the launcher does: through an engine between hosts by seconds.
 constexpr auto kNoticeGrace = std::chrono::seconds(10);
-constexpr auto kQuickly = std::chrono::milliseconds(300);  // most generations are formed in this
 
 Json ask(c10d::Store& line, const Json& question) try {
   return dynamic_cast<LauncherStore&>(line).ask(question);
@@ -62,6 +62,7 @@ void Membership::finish() {
 NextGeneration Membership::wait_for_next(int from, bool is_planned, const std::string& kind) {
   const auto began = Clock::now();
   while (true) {
+    const int formed = notice_.formed();
     const Json answer = ask(
         *line_, {{"op", "elastic_next"}, {"from", from}, {"planned", is_planned}, {"kind", kind}});
     const auto answered = static_cast<NextKind>(answer.at(0).get<int>());
@@ -92,8 +93,10 @@ NextGeneration Membership::wait_for_next(int from, bool is_planned, const std::s
                        "JoinOptions::timeout.",
                        std::chrono::duration<double>(waited).count()));
     }
-    std::this_thread::sleep_for(waited < kQuickly ? std::chrono::milliseconds(1)
-                                                  : std::chrono::milliseconds(10));
+    const auto until = Clock::now() + pause_after(waited);
+    while (notice_.formed() == formed && Clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
+    }
   }
 }
 

@@ -1,7 +1,7 @@
 // Membership: this process's place in an elastic job, one generation after the other. It asks the
 // launcher, which knows who lives, for the next one.
 //
-// Threading: one thread at a time; is_change_wanted() from any.
+// Threading: one thread at a time; is_change_wanted() and has_ended() from any.
 #pragma once
 
 #include <lockstep/world.h>
@@ -43,6 +43,8 @@ class Membership {
   void finish();
   // A change is to be made at the end of a step.
   bool is_change_wanted(int generation) const { return notice_.wanted() > generation; }
+  // A rank of that generation is lost, so that no step of it can end.
+  bool has_ended(int generation) const { return notice_.has_ended(generation); }
 
   // Waits until there is a generation after `from` for this process. Returns kIntact if the
   // launcher has not heard of a loss for a while, kLeave if this process is not needed. Throws:

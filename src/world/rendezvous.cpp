@@ -143,11 +143,10 @@ class Participant {
   bool wait_for(
       const std::string& key, Clock::time_point deadline,
       const std::function<bool()>& must_end = [] { return false; }) {
-    auto pause = std::chrono::milliseconds(1);
+    const auto began = Clock::now();
     while (!store().check({key})) {
       if (must_end() || Clock::now() >= deadline) return false;
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, std::chrono::milliseconds(50));
+      std::this_thread::sleep_for(pause_after(Clock::now() - began));
     }
     return true;
   }

@@ -4,15 +4,23 @@
 // or on a file that loses its name as soon as all ranks have it open, so nothing is left behind.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "world/environment.h"
 
 namespace lockstep {
+
+// Before a store is asked again whether something has come: short beside the time waited so far, so
+// that nothing is seen late and nobody asks often for long.
+inline std::chrono::milliseconds pause_after(std::chrono::steady_clock::duration waited) {
+  using std::chrono::milliseconds;
+  return std::clamp(std::chrono::duration_cast<milliseconds>(waited) / 8, milliseconds(1),
+                    milliseconds(50));
+}
 
 struct OpenStore {
   c10::intrusive_ptr<c10d::Store> store;

@@ -29,7 +29,8 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
                             .timeout = context.timeout,
                             .global_ranks = std::move(global_ranks),
                             .describe = std::move(describe),
-                            .channel = context.channel};
+                            .channel = context.channel,
+                            .has_ended = context.has_ended};
   // With other hosts a thread waits beside the one that computes; here the waiting one has the core
   // for itself, and polling for longer was faster (docs/design/0003).
   options.is_attended = options.describe != nullptr;
