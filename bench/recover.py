@@ -140,7 +140,7 @@ class Job:
     """`lockstep run` with recover_trainer on one host, or on each of `hosts`."""
 
     def __init__(self, folder, model, options, trainer=(), hosts=None, ranks=RANKS):
-        self.folder, self.processes, self.gone = folder, {}, set()
+        self.folder, self.hosts, self.processes, self.gone = folder, hosts, {}, set()
         command = [LOCKSTEP, "run", "-n", str(ranks // (hosts.count if hosts else 1)), *options]
         tail = ["--", TRAINER, "--model", model, "--folder", str(folder), *map(str, trainer)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_SECRET": SECRET}
@@ -302,7 +302,8 @@ class Losses:
     def add_job(self, job):
         for process in job.processes.values():
             for size, times in process.step_times().items():
-                self.times[size] += times
+                if size == RANKS or job.hosts is not None:  # with fewer: measure_without(), where no newcomer is loading
+                    self.times[size] += times
             if process.copy:
                 self.copies.append(process.copy)
         self.hashes.append(job.hashes())
@@ -354,6 +355,19 @@ def kill_each(job, model, losses, chance, most):
     return len(seats[:most])
 
 
+def measure_without(name, model, losses):
+    """Steps of the ranks that are left, when nobody replaces the lost one: there are none to measure beside a newcomer."""
+    with job_of(name, ["--elastic", "--no-replace", str(128 + signal.SIGKILL)], ["--hash-every", model.hash_every]) as job:
+        victim = job.wait_until_steady(model.steady)[-1]
+        os.kill(victim.pid, signal.SIGKILL)
+        job.gone.add(victim.pid)
+        job.wait_until_steady(max(10, model.steady), size=RANKS - 1)
+        job.finish(model)
+        for process in job.processes.values():
+            losses.times[RANKS - 1] += process.step_times()[RANKS - 1]
+        losses.hashes.append(job.hashes())
+
+
 def count_wrong(name, model, all_hashes):
     """Against a run that loses nobody, without --elastic."""
     last = max(max(hashes) for hashes in all_hashes)
@@ -377,6 +391,8 @@ def measure(name, model, kills, cuts, chance):
             kills -= kill_each(job, model, losses, chance, kills)
             job.finish(model)
             losses.add_job(job)
+    if cuts is None:
+        measure_without(name, model, losses)
     for _ in range(cuts or 0):
         with Hosts(2, fewest=1) as hosts, job_of(name, ["--elastic"], trainer, hosts=hosts) as job:
             ranks = job.wait_until_steady(model.steady)

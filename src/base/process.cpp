@@ -24,6 +24,7 @@ namespace {
 struct Stat {
   char state = '\0';
   pid_t parent = 0;
+  unsigned flags = 0;
   std::uint64_t start_time = 0;
   int exit_status = 0;  // as of wait(2); of a zombie
 };
@@ -36,9 +37,12 @@ Stat read_stat(pid_t pid) {
   if (name_end == std::string::npos) return stat;
   std::istringstream fields(text.substr(name_end + 1));
   fields >> stat.state >> stat.parent;
-  // proc(5) counts fields from 1: 4 is the parent, 22 the start time, 52 the exit status.
+  // proc(5) counts fields from 1: 4 is the parent, 9 the flags, 22 the start time, 52 the exit
+  // status.
   std::string skipped;
-  for (int field = 5; field < 22; ++field) fields >> skipped;
+  for (int field = 5; field < 9; ++field) fields >> skipped;
+  fields >> stat.flags;
+  for (int field = 10; field < 22; ++field) fields >> skipped;
   fields >> stat.start_time;
   for (int field = 23; field < 52; ++field) fields >> skipped;
   fields >> stat.exit_status;
@@ -128,6 +132,13 @@ bool is_alive(const ProcessId& process) {
   const Stat stat = read_stat(process.pid);
   return stat.start_time == process.start_time && stat.start_time != 0 && stat.state != 'Z' &&
          stat.state != 'X';
+}
+
+bool is_ending(const ProcessId& process) {
+  constexpr unsigned kExiting = 0x4;  // PF_EXITING of the kernel's include/linux/sched.h
+  const Stat stat = read_stat(process.pid);
+  return stat.start_time != process.start_time || stat.start_time == 0 ||
+         (stat.flags & kExiting) != 0;
 }
 
 std::string describe_end(const ProcessId& process) {

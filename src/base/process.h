@@ -34,6 +34,9 @@ ProcessId find_process(pid_t pid);
 // False once the process has ended, even while nobody has waited for it.
 bool is_alive(const ProcessId& process);
 
+// True from the moment in which the process can do nothing any more: it may still be taken apart.
+bool is_ending(const ProcessId& process);
+
 // What became of a process that is not alive: "was killed by signal 9 (Killed)" as long as its
 // parent has not waited for it, later only "has ended".
 std::string describe_end(const ProcessId& process);

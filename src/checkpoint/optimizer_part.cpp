@@ -4,7 +4,9 @@
 #include <ATen/ATen.h>
 #include <lockstep/error.h>
 
+#include <map>
 #include <optional>
+#include <utility>
 
 #include "base/text.h"
 #include "checkpoint/masters.h"
@@ -48,8 +50,36 @@ void save(to::Optimizer& optimizer, const std::string& name, Snapshot& snapshot)
   save_masters(optimizer, name, snapshot);
 }
 
+// States that were made before anybody waits for them: of parameters, by their names.
+using Prepared = std::map<std::pair<const c10::TensorImpl*, std::string>, at::Tensor>;
+
 template <typename Kind>
-Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values) {
+void prepare(to::Optimizer& optimizer, Prepared& prepared) {
+  for (auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const typename Kind::Options&>(group.options());
+    for (const at::Tensor& parameter : group.params()) {
+      if (!is_plain(parameter)) continue;
+      for (const std::string& key : Kind::used(options)) {
+        prepared[{parameter.unsafeGetTensorImpl(), key}] =
+            at::zeros_like(parameter.detach(), state_type(optimizer, parameter));
+      }
+    }
+  }
+}
+
+// Each is used once.
+at::Tensor take(Prepared& prepared, const at::Tensor& parameter, const std::string& key,
+                at::ScalarType type) {
+  const auto found = prepared.find({parameter.unsafeGetTensorImpl(), key});
+  if (found == prepared.end() || !is_plain(parameter)) return {};
+  const at::Tensor state = std::move(found->second);
+  prepared.erase(found);
+  return state.scalar_type() == type ? state : at::Tensor();
+}
+
+template <typename Kind>
+Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values,
+          Prepared& prepared) {
   using State = typename Kind::State;
   if (values.at("kind") != Kind::kName) {
     return {.differences = {text::format("{}: {} in the file, {} here", name,
@@ -97,7 +127,9 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
       Kind::tensors(state, [&](const char* key, at::Tensor& tensor) {
         const auto found = kept.at("tensors").find(key);
         if (found == kept.at("tensors").end()) return;
-        tensor = make_state(parameter, key, state_type(optimizer, parameter), wish);
+        const at::ScalarType type = state_type(optimizer, parameter);
+        tensor = take(prepared, parameter, key, type);
+        if (!tensor.defined()) tensor = make_state(parameter, key, type, wish);
         wish.tensors.push_back({text::format("{}.{}.{}", name, place, key), tensor});
       });
     }
@@ -117,17 +149,22 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values)
       }
     }
   };
+  prepared.clear();
   load_masters(optimizer, name, values, wish);
   return wish;
 }
 
 template <typename Kind>
 Part make_part(to::Optimizer& optimizer, const std::string& name) {
+  const auto prepared = std::make_shared<Prepared>();
   return {.name = name,
           .has_values = true,
           .save = [&optimizer, name](Snapshot& all) { save<Kind>(optimizer, name, all); },
-          .load = [&optimizer,
-                   name](const Json& values) { return load<Kind>(optimizer, name, values); }};
+          .load =
+              [&optimizer, name, prepared](const Json& values) {
+                return load<Kind>(optimizer, name, values, *prepared);
+              },
+          .prepare = [&optimizer, prepared] { prepare<Kind>(optimizer, *prepared); }};
 }
 
 }  // namespace

@@ -93,6 +93,8 @@ struct Part {
   Marks marks = {};
   // Elastic gives it to ranks that are behind. Not what each rank has of its own.
   bool travels = true;
+  // Asks the system for the memory that load() will fill, before others wait for it.
+  std::function<void()> prepare = [] {};
 };
 
 Part part_of(std::function<std::vector<NamedTensor>()> tensors, const std::string& name);

@@ -107,6 +107,12 @@ bool is_written_here(const at::Tensor& tensor, int reader) {
   return shards->is_mine(tensor);
 }
 
+bool is_plain(const at::Tensor& parameter) {
+  const auto slices = Slices::holder_of(parameter);
+  const auto shards = Shards::holder_of(parameter);
+  return !(slices && slices->find(parameter)) && !(shards && shards->find(parameter));
+}
+
 at::Tensor make_state(const at::Tensor& parameter, const std::string& name, at::ScalarType type,
                       Wish& wish) {
   const auto slices = Slices::holder_of(parameter);

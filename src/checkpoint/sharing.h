@@ -32,6 +32,9 @@ void take_hashes_of_host(const World& world, const std::vector<NamedTensor>& ten
 // others, as a global rank; -1: each rank reads.
 bool is_written_here(const at::Tensor& tensor, int reader);
 
+// Whether this process has the parameter for itself.
+bool is_plain(const at::Tensor& parameter);
+
 // Zeros for a state of this parameter. Where ranks share the parameter, it is added to
 // `wish.shared`, and has memory after make_memory(): with the values of the last step, if any.
 // Where they have slices, to `wish.sliced`.

@@ -67,6 +67,7 @@ struct Elastic::Impl {
   std::vector<at::Tensor> parameters;
   std::vector<std::int64_t> versions;
   bool is_in_step = false;  // something of the next one was done, for people
+  bool is_first_step = false;  // of a generation that others have left
   bool has_state = true;    // false: a newcomer that was not given any yet
   bool is_filled = false;   // it is being given one, or was and that failed in the middle
   bool is_torn = false;     // a loss came between the optimizer and commit()
@@ -190,7 +191,7 @@ bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   const StateShared shared = share_state(
       world, kept.parts, {.steps = has_state ? steps : -1, .is_whole = !is_torn && !is_filled},
       ddp_steps, is_filled);
-  has_state = true;
+  is_first_step = has_state = true;
   is_torn = false;
   steps = shared.steps;
   ddp_steps = shared.counts;
@@ -243,6 +244,9 @@ void Elastic::commit() {
   ++impl_->steps;
   if (!impl_->is_elastic()) return;
   impl_->mark();
+  if (std::exchange(impl_->is_first_step, false) && impl_->world.rank() == 0) {
+    impl_->world.membership()->tell_step(impl_->world.generation());
+  }
   for (const DistributedDataParallel* const ddp : impl_->kept.ddps) {
     if (ddp->reducer_->must_reform()) throw Reforming{};
   }
@@ -272,6 +276,9 @@ bool Elastic::run(const std::function<void()>& train) {
   self.my_kind = self.kind();
   bool must_reform = self.world.is_waiting();
   self.has_state = !must_reform;
+  if (must_reform) {
+    for (const Part& part : self.kept.parts) part.prepare();
+  }
   bool is_planned = false;
   std::exception_ptr error;
   if (!must_reform) {

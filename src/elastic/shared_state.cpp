@@ -73,30 +73,79 @@ Contents contents_wanted(const std::vector<Part>& parts, const Json& values,
                                    text::join(differences, "\n  ")));
 }
 
-// In turns, so that the network of all hosts that have the state is used.
-std::int64_t send(const World& world, const std::vector<NamedTensor>& tensors,
-                  const std::vector<int>& sources) {
-  std::vector<at::Tensor> all;
-  std::int64_t bytes = 0;
-  for (const NamedTensor& one : tensors) {
-    all.push_back(one.tensor);
-    bytes += static_cast<std::int64_t>(one.tensor.nbytes());
-  }
-  std::size_t turn = 0;
-  move_packed(all, [&](const at::Tensor& packed) {
-    world.broadcast(packed, sources[turn++ % sources.size()]);
-  });
-  return bytes;
-}
+// Tensors from here on travel from where they are to where they belong; smaller ones are packed.
+constexpr std::size_t kLargeBytes = 64 << 10;
+constexpr std::int64_t kPieceBytes = 4 << 20;
 
-std::uint64_t hash_of(const std::vector<NamedTensor>& tensors) {
-  std::uint64_t hash = 0;
-  for (const NamedTensor& one : tensors) {
-    const at::Tensor dense = one.tensor.detach().contiguous();
-    hash = hash_bytes(dense.const_data_ptr(), dense.nbytes(), hash);
+// Sends pieces of the state to the ranks that are behind: by the sources in turns, so that all of
+// them hash, and the network of all hosts that have the state is used.
+class Transfer {
+ public:
+  Transfer(const World& world, const std::vector<int>& sources)
+      : world_(world),
+        sources_(sources),
+        is_source_(std::ranges::find(sources, world.rank()) != sources.end()),
+        hashes_(at::zeros({world.size()}, at::kLong)) {}
+
+  // Returns the bytes of all.
+  std::int64_t send(const std::vector<NamedTensor>& tensors) {
+    std::vector<at::Tensor> small;
+    std::int64_t bytes = 0;
+    for (const NamedTensor& one : tensors) {
+      bytes += static_cast<std::int64_t>(one.tensor.nbytes());
+      if (one.tensor.nbytes() < kLargeBytes || !one.tensor.is_non_overlapping_and_dense()) {
+        small.push_back(one.tensor);
+        continue;
+      }
+      // Strides are the same on all ranks, so the order of memory is, too.
+      const at::Tensor memory =
+          one.tensor.detach().as_strided({one.tensor.numel()}, {1}).view(at::kByte);
+      for (std::int64_t at = 0; at < memory.numel(); at += kPieceBytes) {
+        send_piece(memory.narrow(0, at, std::min(kPieceBytes, memory.numel() - at)));
+      }
+    }
+    move_packed(small, [&](const at::Tensor& packed) { send_piece(packed.view(at::kByte)); });
+    return bytes;
   }
-  return hash;
-}
+
+  // Whether all that are behind have got what was sent. Collective, with the same answer on all.
+  bool has_arrived() const {
+    const at::Tensor all = world_.all_gather(hashes_);
+    for (const int source : sources_) {
+      const at::Tensor sent = all[source][source];
+      for (int rank = 0; rank < world_.size(); ++rank) {
+        const bool is_behind = std::ranges::find(sources_, rank) == sources_.end();
+        if (is_behind && !all[rank][source].equal(sent)) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  void send_piece(const at::Tensor& piece) {
+    const int source = sources_[turn_++ % sources_.size()];
+    const bool is_spare = is_source_ && source != world_.rank();
+    at::Tensor place = piece;
+    if (is_spare) {  // it has this, and throws away what it gets
+      if (!scratch_.defined() || scratch_.numel() < piece.numel()) {
+        scratch_ = at::empty({std::max(kPieceBytes, piece.numel())}, at::kByte);
+      }
+      place = scratch_.narrow(0, 0, piece.numel());
+    }
+    world_.broadcast(place, source);
+    if (is_spare) return;
+    auto* const hash = hashes_.mutable_data_ptr<std::int64_t>() + source;
+    *hash = static_cast<std::int64_t>(
+        hash_bytes(place.const_data_ptr(), place.nbytes(), static_cast<std::uint64_t>(*hash)));
+  }
+
+  const World& world_;
+  const std::vector<int>& sources_;
+  const bool is_source_;
+  at::Tensor hashes_;  // of what each source has sent, by rank
+  at::Tensor scratch_;
+  std::size_t turn_ = 0;
+};
 
 }  // namespace
 
@@ -146,8 +195,9 @@ StateShared share_state(const World& world, const std::vector<Part>& parts, cons
                         world.global_rank());
   });
   is_filled = !is_source;
-  shared.bytes = send(world, contents.tensors, sources);
-  if (!is_same_everywhere(world, hash_of(contents.tensors))) {
+  Transfer transfer(world, sources);
+  shared.bytes = transfer.send(contents.tensors);
+  if (!transfer.has_arrived()) {
     throw MismatchError(place,
                         "The state that ranks were given is not that of the rank that has it.\n"
                         "Look for faulty memory or a faulty network, and start the job again.");

@@ -271,6 +271,7 @@ void Coordinator::order(int host_rank, const Json& what) {
 
 void Coordinator::on_seat_end(int host_rank, const SeatEnd& end) {
   if (is_finished_ || cause_ || !elastic_) return;
+  if (end.is_about_to) return elastic_->on_about_to_end(host_rank, end);
   if (!elastic_->on_end(host_rank, end)) report(end.cause);
 }
 

@@ -14,11 +14,15 @@ namespace {
 // A process that has run for so long is healthy: its place begins to count failures anew.
 constexpr auto kHealthy = std::chrono::minutes(1);
 
-// At once the first time: most failures are a machine's, not the program's.
+// None the first time: most failures are a machine's, not the program's.
 std::chrono::milliseconds back_off(int num_failures) {
   if (num_failures <= 1) return std::chrono::seconds(0);
   return std::chrono::seconds(std::min(30, 1 << std::min(num_failures - 2, 5)));
 }
+
+// The first replacement of a rank starts when the others have completed the step that they do again,
+// or after this: loading a program takes time of the cores that they need.
+constexpr auto kStepMayTake = std::chrono::seconds(2);
 
 std::string count_of(int num_ranks) {
   return text::format("{} rank{}", num_ranks, num_ranks == 1 ? "" : "s");
@@ -35,6 +39,7 @@ void ElasticJob::stop() {
   if (!std::exchange(is_stopped_, true)) end_newcomers();  // they wait for what does not come
   for (const auto& [_, timer] : timers_) loop_.cancel(timer);
   timers_.clear();
+  wait_for_step_.clear();
 }
 
 void ElasticJob::begin(int generation, const std::map<int, int>& ranks_of_hosts) {
@@ -121,10 +126,7 @@ bool ElasticJob::remove_host(int host, const std::string& why) {
   told_.erase(host);
   for (auto& [seat, place] : places_) {
     if (seat.first != host) continue;
-    if (const auto timer = timers_.find(seat); timer != timers_.end()) {
-      loop_.cancel(timer->second);
-      timers_.erase(timer);
-    }
+    forget_timer(seat);
     place.is_wanted = false;
     const auto role = roster_.remove(seat);
     has_members |= role == Roster::Role::kMember;
@@ -133,7 +135,8 @@ bool ElasticJob::remove_host(int host, const std::string& why) {
   if (has_members) {
     const std::string text =
         text::format("host {} was lost with rank {}: {}", host, text::join(numbers, ", "), why);
-    note_loss(text);
+    changes_.push_back(text);
+    say_loss(text);
     callbacks_.revoke(generation, text);
   }
   const int left = roster_.num_members();
@@ -153,10 +156,26 @@ void ElasticJob::drain_host(int host) {
   publish();
 }
 
-void ElasticJob::note_loss(const std::string& text) {
-  changes_.push_back(text);
+void ElasticJob::say_loss(const std::string& text) {
   const int left = roster_.num_members();
   callbacks_.say(text::format("{}; {} {} on", text, count_of(left), left == 1 ? "goes" : "go"));
+}
+
+// Survivors need not wait until the kernel has taken a process apart. Whatever is not plain waits
+// for on_end().
+void ElasticJob::on_about_to_end(int host, const SeatEnd& end) {
+  const Seat seat{host, end.place};
+  const bool is_plain = !is_stopped_ && roster_.is_open() && !roster_.has_done() &&
+                        roster_.rank_of(seat) >= 0 && !roster_.is_leaving(seat) &&
+                        roster_.num_members() > std::max(1, options_.min_ranks);
+  if (!is_plain) return;
+  const int generation = roster_.generation();
+  Place& place = places_[seat];
+  roster_.remove(seat);
+  place.lost_as = text::format("rank {} {}", place.number, end.cause.text);
+  changes_.push_back(place.lost_as);
+  callbacks_.revoke(generation, place.lost_as);
+  publish();
 }
 
 bool ElasticJob::on_end(int host, const SeatEnd& end) {
@@ -165,7 +184,8 @@ bool ElasticJob::on_end(int host, const SeatEnd& end) {
   const bool was_open = roster_.is_open();
   const int generation = roster_.generation();
   const bool is_ok = end.cause.code == 0;
-  const Roster::Role role = roster_.remove(seat);
+  const std::string lost_as = std::exchange(places_[seat].lost_as, {});
+  const Roster::Role role = lost_as.empty() ? roster_.remove(seat) : Roster::Role::kMember;
   places_[seat].is_alive = false;
   switch (role) {
     case Roster::Role::kNone:  // it has left, or was ended
@@ -177,14 +197,16 @@ bool ElasticJob::on_end(int host, const SeatEnd& end) {
       close_if_complete();
       return true;
     case Roster::Role::kMember: {
-      if (!was_open || end.cause.code == kExitPreempted) return false;
+      if ((!was_open && lost_as.empty()) || end.cause.code == kExitPreempted) return false;
       const int left = roster_.num_members();
       // Nobody has the state any more: only a checkpoint does.
       if (left == 0) return false;
       const std::string text =
           text::format("rank {} {}", places_[seat].number, is_ok ? "has ended" : end.cause.text);
-      note_loss(text);
-      callbacks_.revoke(generation, text);
+      if (lost_as.empty()) callbacks_.revoke(generation, text);
+      // Those who go on may have been told already, in fewer words.
+      if (lost_as.empty() || std::erase(changes_, lost_as) != 0) changes_.push_back(text);
+      say_loss(text);
       if (left < options_.min_ranks) {
         StopCause cause = end.cause;
         cause.advice =
@@ -234,10 +256,29 @@ void ElasticJob::replace(Seat seat, const SeatEnd& end) {
   if (delay.count() > 0) {
     callbacks_.say(text::format("rank {} is replaced in {} s", place.number, delay.count() / 1000));
   }
-  timers_[seat] = loop_.after(delay, [this, seat] {
+  const bool waits_for_step = delay.count() == 0;
+  if (waits_for_step) wait_for_step_.insert(seat);
+  timers_[seat] = loop_.after(waits_for_step ? kStepMayTake : delay, [this, seat] {
     timers_.erase(seat);
+    wait_for_step_.erase(seat);
     start_in(seat);
   });
+}
+
+void ElasticJob::on_step(int generation) {
+  if (generation != roster_.generation()) return;
+  for (const Seat& seat : std::exchange(wait_for_step_, {})) {
+    forget_timer(seat);
+    start_in(seat);
+  }
+}
+
+void ElasticJob::forget_timer(Seat seat) {
+  const auto timer = timers_.find(seat);
+  if (timer == timers_.end()) return;
+  loop_.cancel(timer->second);
+  timers_.erase(timer);
+  wait_for_step_.erase(seat);
 }
 
 void ElasticJob::start_in(Seat seat) {
@@ -262,6 +303,10 @@ Json ElasticJob::answer(int host, int place, const Json& request) {
     roster_.enter(seat, num_logical);
     kind_ = request.at("kind").get<std::string>();
     publish();
+    return nullptr;
+  }
+  if (op == "elastic_step") {
+    on_step(request.at("generation").get<int>());
     return nullptr;
   }
   if (op == "elastic_finish") {

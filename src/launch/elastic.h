@@ -49,6 +49,7 @@ class ElasticJob {
 
   // False: the job fails, as any job does.
   bool on_end(int host, const SeatEnd& end);
+  void on_about_to_end(int host, const SeatEnd& end);
   Json answer(int host, int place, const Json& request);
 
   // What a person asks for (lockstep scale): {"ranks": 3}, {"leave": 2}, or nothing, to be told
@@ -71,6 +72,8 @@ class ElasticJob {
     int number = 0;         // what its output shows
     bool is_wanted = true;  // if its process dies, another is started
     bool is_alive = false;  // there is a process
+    // It is being taken apart, and the others go on: why, as they were told.
+    std::string lost_as = {};
     int num_failures = 0;   // one after the other
     Clock::time_point started = {};
   };
@@ -81,7 +84,9 @@ class ElasticJob {
   std::string describe() const;
   void start_in(Seat seat);
   void replace(Seat seat, const SeatEnd& end);
-  void note_loss(const std::string& text);
+  void on_step(int generation);
+  void forget_timer(Seat seat);
+  void say_loss(const std::string& text);
   void publish();
   void end_newcomers();
   void close_if_complete();
@@ -94,6 +99,7 @@ class ElasticJob {
   Roster roster_;
   std::map<Seat, Place> places_;
   std::map<Seat, EventLoop::Timer> timers_;  // until a process is started there
+  std::set<Seat> wait_for_step_;             // those of them that need not wait for the timer
   std::map<int, NoticeWords> told_;          // by host: what its ranks read in memory
   std::vector<std::string> changes_;         // since the last generation, a line each
   std::set<int> drained_;  // hosts that are to be closed when their ranks have left

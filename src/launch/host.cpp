@@ -13,6 +13,7 @@
 
 #include "base/blame.h"
 #include "base/env.h"
+#include "base/lifeline.h"
 #include "base/notice.h"
 #include "base/text.h"
 #include "launch/rank_command.h"
@@ -178,6 +179,9 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
   if (options_.is_elastic) {
     command.variables[kNoticeVariable] = std::to_string(notice_.get());
     command.inherited_fds.push_back(notice_.get());
+    rank.lifeline = make_lifeline();
+    command.variables[kLifelineVariable] = std::to_string(rank.lifeline.get());
+    command.inherited_fds.push_back(rank.lifeline.get());
     command.variables["LOCKSTEP_SEAT"] = std::to_string(number);
     if (is_newcomer) {  // alone, until the others take it in
       command.variables["LOCKSTEP_NEWCOMER"] = "1";
@@ -228,6 +232,10 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
 void Host::ask(int local_rank, const std::weak_ptr<Connection>& connection, const Json& request) {
   const bool has_op = request.is_object() && request.contains("op") && request["op"].is_string();
   const std::string op = has_op ? request["op"].get<std::string>() : "";
+  // A rank holds its lifeline before it asks for its place.
+  if (op == "elastic_enter" || op == "elastic_next") {
+    watch_life_of(ranks_[static_cast<std::size_t>(local_rank)]);
+  }
   leader_->ask(local_rank, request, [this, connection, op](const Json& answer) {
     const auto its = connection.lock();
     if (!its) return;
@@ -235,6 +243,32 @@ void Host::ask(int local_rank, const std::weak_ptr<Connection>& connection, cons
     if (rank != ranks_.end()) note_answer(rank->state, op, answer);
     its->send(answer);
   });
+}
+
+// Without a thread its end is seen a moment later.
+void Host::watch_life_of(Rank& rank) try {
+  const Fd lifeline = std::move(rank.lifeline);
+  if (!lifeline) return;
+  watch_lifeline(lifeline.get(), [this, mailbox = loop_.mailbox(), pid = rank.pid] {
+    mailbox->post([this, pid] { look_if_ending(pid); });
+  });
+} catch (const Error& error) {
+  if (options_.is_verbose) output_.say(error.message());
+}
+
+// A thread that has joined a world may end, and its process go on.
+void Host::look_if_ending(pid_t pid) {
+  const auto rank = std::ranges::find(ranks_, pid, &Rank::pid);
+  if (rank == ranks_.end() || rank->end || rank->is_lost || cause_ || is_closing_ ||
+      !is_ending(find_process(pid))) {
+    return;
+  }
+  leader_->report_seat({.place = static_cast<int>(rank - ranks_.begin()),
+                        .cause = {.host_rank = options_.host_rank,
+                                  .host = host_name(),
+                                  .rank = rank->number,
+                                  .text = text::format("(pid {}) was lost", pid)},
+                        .is_about_to = true});
 }
 
 // A new coordinator wants to know what the old one has told the ranks.

@@ -54,6 +54,7 @@ class Host {
     std::optional<ExitStatus> end = {};
     bool is_newcomer = false;
     bool is_lost = false;  // and the job goes on
+    Fd lifeline = {};      // of an elastic job, until it is watched (base/lifeline.h)
     SeatState state = {};  // its part in an elastic job, but for how it ended
     Clock::time_point began = {};
   };
@@ -65,6 +66,8 @@ class Host {
   void ask(int local_rank, const std::weak_ptr<Connection>& connection, const Json& request);
   static void note_answer(SeatState& state, const std::string& op, const Json& answer);
   void look_at_exec(Rank& rank);
+  void watch_life_of(Rank& rank);
+  void look_if_ending(pid_t pid);
   void report_bad_start(const std::string& why);
   void reap_orphans() const;
   void on_end(Rank& rank);

@@ -52,8 +52,10 @@ enum class End { kOk, kSaved, kFailed };  // kSaved: told to stop, with the stat
 struct SeatEnd {
   int place = 0;         // on its host
   StopCause cause = {};  // as it would be the job's; its code is 0 if the rank ended well
+  // It is about to end, whatever its code will be: how is told when it has.
+  bool is_about_to = false;
 };
-LOCKSTEP_JSON_FIELDS(SeatEnd, place, cause)
+LOCKSTEP_JSON_FIELDS(SeatEnd, place, cause, is_about_to)
 
 // What decides for all hosts: on the first host itself, on the others a connection to it.
 class Leader {

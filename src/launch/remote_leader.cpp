@@ -269,6 +269,7 @@ void RemoteLeader::ask(int place, const Json& request, std::function<void(const 
 }
 
 void RemoteLeader::report_seat(const SeatEnd& end) {
+  if (end.is_about_to && is_orphan()) return;  // a new coordinator is told when it has ended
   // Nobody waits for its answers any more.
   std::erase_if(questions_, [&](const auto& one) { return one.second.place == end.place; });
   if (is_orphan()) return kept_ends_.push_back(end);

@@ -306,7 +306,9 @@ std::string Group::describe(int peer) const {
 
 // First whether it lives, then what it says: of one that has ended that is its last word.
 Group::PeerState Group::look_at(int peer) const {
-  const bool lives = is_alive(peers_.process(peer));
+  const ProcessId& process = peers_.process(peer);
+  // If somebody is known to be dead, it may be one that the kernel still takes apart.
+  const bool lives = options_.has_ended && options_.has_ended() ? !is_ending(process) : is_alive(process);
   return {.is_alive = lives, .state = peers_.control(peer).state.load()};
 }
 

@@ -6,6 +6,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/env.h"
+#include "base/lifeline.h"
 #include "base/text.h"
 #include "world/store.h"
 #include "world/translate.h"
@@ -34,10 +36,18 @@ Membership::Membership(c10::intrusive_ptr<c10d::Store> line, int notice_fd, Join
     : line_(std::move(line)),
       notice_(notice_fd),
       options_(std::move(options)),
-      placement_(std::move(placement)) {}
+      placement_(std::move(placement)) {
+  if (const auto lifeline = Environment::of_process().get_int(kLifelineVariable)) {
+    hold_lifeline(*lifeline);
+  }
+}
 
 void Membership::enter(int num_logical, const std::string& kind) {
   ask(*line_, {{"op", "elastic_enter"}, {"logical", num_logical}, {"kind", kind}});
+}
+
+void Membership::tell_step(int generation) {
+  ask(*line_, {{"op", "elastic_step"}, {"generation", generation}});
 }
 
 void Membership::finish() {

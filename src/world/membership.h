@@ -38,6 +38,8 @@ class Membership {
   // The program has come to the part that survives losses.
   // `kind`: what ranks of a job must have in common.
   void enter(int num_logical, const std::string& kind);
+  // Said by one rank: the first step of this generation is complete.
+  void tell_step(int generation);
   // The training is complete here. Waits until it is on all ranks. Throws: PeerLostError if one was
   // lost before.
   void finish();
