@@ -14,7 +14,8 @@ namespace lockstep {
 namespace {
 
 pthread_mutex_t* map_lock(int fd) {
-  void* const memory = ::mmap(nullptr, sizeof(pthread_mutex_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* const memory =
+      ::mmap(nullptr, sizeof(pthread_mutex_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) {  // NOLINT: the system's macro casts
     throw_errno("cannot map the lifeline of a rank",
                 "Start the program with lockstep run, which passes a descriptor on.");

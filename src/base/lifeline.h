@@ -1,4 +1,5 @@
-// Lifeline: a lock in memory of the launcher that a rank of an elastic job holds as long as it lives.
+// Lifeline: a lock in memory of the launcher that a rank of an elastic job holds as long as it
+// lives.
 //
 // A process that is killed is taken apart before its parent hears of it, which takes some 80 ms for
 // each GB of memory. The kernel frees a robust lock first, and wakes who waits for it: so the

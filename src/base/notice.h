@@ -1,5 +1,6 @@
 // Notice: memory of the launcher that the ranks of an elastic job read: which generation is wanted,
-// which there is, and which have ended because a rank was lost. Reading it costs a load; the launcher alone writes.
+// which there is, and which have ended because a rank was lost. Reading it costs a load; the
+// launcher alone writes.
 //
 // Memory order: a rank that sees a number asks its launcher, which has decided before it wrote.
 #pragma once

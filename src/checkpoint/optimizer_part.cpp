@@ -157,14 +157,13 @@ Wish load(to::Optimizer& optimizer, const std::string& name, const Json& values,
 template <typename Kind>
 Part make_part(to::Optimizer& optimizer, const std::string& name) {
   const auto prepared = std::make_shared<Prepared>();
-  return {.name = name,
-          .has_values = true,
-          .save = [&optimizer, name](Snapshot& all) { save<Kind>(optimizer, name, all); },
-          .load =
-              [&optimizer, name, prepared](const Json& values) {
-                return load<Kind>(optimizer, name, values, *prepared);
-              },
-          .prepare = [&optimizer, prepared] { prepare<Kind>(optimizer, *prepared); }};
+  return {
+      .name = name,
+      .has_values = true,
+      .save = [&optimizer, name](Snapshot& all) { save<Kind>(optimizer, name, all); },
+      .load = [&optimizer, name, prepared](
+                  const Json& values) { return load<Kind>(optimizer, name, values, *prepared); },
+      .prepare = [&optimizer, prepared] { prepare<Kind>(optimizer, *prepared); }};
 }
 
 }  // namespace

@@ -66,11 +66,11 @@ struct Elastic::Impl {
   std::vector<std::int64_t> ddp_steps;
   std::vector<at::Tensor> parameters;
   std::vector<std::int64_t> versions;
-  bool is_in_step = false;  // something of the next one was done, for people
+  bool is_in_step = false;     // something of the next one was done, for people
   bool is_first_step = false;  // of a generation that others have left
-  bool has_state = true;    // false: a newcomer that was not given any yet
-  bool is_filled = false;   // it is being given one, or was and that failed in the middle
-  bool is_torn = false;     // a loss came between the optimizer and commit()
+  bool has_state = true;       // false: a newcomer that was not given any yet
+  bool is_filled = false;      // it is being given one, or was and that failed in the middle
+  bool is_torn = false;        // a loss came between the optimizer and commit()
   std::string my_kind;
 
   std::vector<Reducer::Settings> settings;  // while there are no reducers

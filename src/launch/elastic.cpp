@@ -20,8 +20,8 @@ std::chrono::milliseconds back_off(int num_failures) {
   return std::chrono::seconds(std::min(30, 1 << std::min(num_failures - 2, 5)));
 }
 
-// The first replacement of a rank starts when the others have completed the step that they do again,
-// or after this: loading a program takes time of the cores that they need.
+// The first replacement of a rank starts when the others have completed the step that they do
+// again, or after this: loading a program takes time of the cores that they need.
 constexpr auto kStepMayTake = std::chrono::seconds(2);
 
 std::string count_of(int num_ranks) {
@@ -339,8 +339,8 @@ Json ElasticJob::answer(int host, int place, const Json& request) {
 
 // Every host's ranks read in memory which generation is wanted, and whether theirs has ended.
 void ElasticJob::publish() {
-  const NoticeWords words{.wanted = roster_.wanted(), .num_ended = roster_.num_ended(),
-                          .formed = roster_.generation()};
+  const NoticeWords words{
+      .wanted = roster_.wanted(), .num_ended = roster_.num_ended(), .formed = roster_.generation()};
   for (const auto& [seat, _] : places_) {
     if (!roster_.has(seat)) continue;
     const auto [told, is_new] = told_.try_emplace(seat.first);

@@ -74,7 +74,7 @@ class ElasticJob {
     bool is_alive = false;  // there is a process
     // It is being taken apart, and the others go on: why, as they were told.
     std::string lost_as = {};
-    int num_failures = 0;   // one after the other
+    int num_failures = 0;  // one after the other
     Clock::time_point started = {};
   };
 

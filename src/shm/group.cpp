@@ -249,7 +249,8 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     {
       const MutexUnlock unlock(mutex_);
       sleep.nap(std::min<std::chrono::nanoseconds>(
-          {options_.has_ended ? kNoticeInterval : kPeerCheckInterval, timeout, until - now, std::max(next_look, now) - now}));
+          {options_.has_ended ? kNoticeInterval : kPeerCheckInterval, timeout, until - now,
+           std::max(next_look, now) - now}));
     }
     throw_if_failed();
     spin_until = Clock::now() + std::min(options_.spin, kShortSpin);
@@ -308,7 +309,8 @@ std::string Group::describe(int peer) const {
 Group::PeerState Group::look_at(int peer) const {
   const ProcessId& process = peers_.process(peer);
   // If somebody is known to be dead, it may be one that the kernel still takes apart.
-  const bool lives = options_.has_ended && options_.has_ended() ? !is_ending(process) : is_alive(process);
+  const bool lives =
+      options_.has_ended && options_.has_ended() ? !is_ending(process) : is_alive(process);
   return {.is_alive = lives, .state = peers_.control(peer).state.load()};
 }
 

@@ -89,6 +89,60 @@ TEST(ElasticJob, AReplacementThatDiesIsReplaced) {
                       {"rank 1 is replaced in 1 s", "1 joined"});
 }
 
+// In the middle of the state, which is large.
+TEST(ElasticJob, ARankDiesWhileItFeedsANewcomer) {
+  expect_same_weights("cnn", 250, {"kill=1:5:forward", "kill=0:0:feed", "ballast=256"},
+                      {"rank 0 (pid ", "3 ranks go on", "1 joined"});
+}
+
+TEST(ElasticJob, ANewcomerDiesWhileItIsFed) {
+  expect_same_weights("cnn", 250, {"kill=1:5:forward", "kill=1+:0:feed", "ballast=256"},
+                      {"rank 1 is replaced in 1 s", "1 joined"});
+}
+
+TEST(ElasticJob, AReplacementThatDoesNotFitIsRefused) {
+  const Folder folder;
+  const JobResult job =
+      run_job(arguments(folder, "mlp", 150, {"sleep=10", "kill=1:5:forward", "misfit"},
+                        {"--max-replacements", "1"}),
+              options());
+  EXPECT_EQ(job.code, 0) << job.err;
+  EXPECT_EQ(result_of(job.out), expected("mlp", 150)) << job.err;
+  EXPECT_TRUE(has(job.err, "This process cannot replace a rank of the job")) << job.err;
+  EXPECT_TRUE(has(job.out, "3 ranks, generation 1")) << job.out;
+}
+
+// Nobody waits for the lost rank: the others are busy with gradients that are of no use any more.
+TEST(ElasticJob, WhoComputesHearsOfALoss) {
+  const Folder folder;
+  constexpr int kSlowMs = 200;
+  constexpr int kNumParameters = 13;
+  const JobResult job = run_job(arguments(folder, "gpt", 14,
+                                          {"kill=1:5:forward", text::format("slow=5:{}", kSlowMs),
+                                           "trace=" + folder.path() + "/trace"},
+                                          {"--max-replacements", "0"}),
+                                options());
+  EXPECT_EQ(job.code, 0) << job.err;
+  EXPECT_EQ(result_of(job.out), expected("gpt", 14)) << job.err;
+  int num_changed = 0;
+  for (const auto& entry : fs::directory_iterator(folder.path())) {
+    if (!entry.path().filename().string().starts_with("trace.")) continue;
+    std::ifstream file(entry.path());
+    int before = 0;
+    int after = 0;
+    bool has_changed = false;
+    for (std::string line; std::getline(file, line);) {
+      has_changed |= line.starts_with("change ");
+      if (line == "slow") ++(has_changed ? after : before);
+    }
+    if (!has_changed) continue;
+    ++num_changed;
+    EXPECT_GE(after, kNumParameters);  // of the step that is done again
+    EXPECT_LT(before, kNumParameters);
+  }
+  EXPECT_EQ(num_changed, 3);
+}
+
 TEST(ElasticJob, ExitCodesThatAreNotRetried) {
   const Folder folder;
   Job job(arguments(folder, "mlp", 100, {"sleep=10", "exit=1:5:3"}, {"--no-replace", "3"}),

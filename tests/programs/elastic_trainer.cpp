@@ -2,14 +2,17 @@
 //
 //   elastic_trainer FOLDER MODEL STEPS [shard=none|optimizer|gradients] [log=FOLDER] [clip]
 //                   [kill=SEAT:STEP:PHASE]... [exit=SEAT:STEP:CODE] [throw=SEAT:STEP] [sleep=MS]
-//                   [trace=FILE]
+//                   [trace=FILE] [slow=STEP:MS] [ballast=MB] [misfit]
 //
 // MODEL: mlp, cnn or gpt. Which samples of which logical rank were in which step is written to
 // FOLDER. A rank kills itself where a fault says: in the forward, in the middle of a bucket, after
-// the last one, in the optimizer, after it, in the commit, or while ranks re-form. A process that
-// replaces another has no faults, unless SEAT ends with '+': then the first one has.
+// the last one, in the optimizer, after it, in the commit, while ranks re-form, or while a
+// newcomer is given the state (then the step is 0). A process that replaces another has no faults,
+// unless SEAT ends with '+': then the first one has. slow: each gradient of that step takes so
+// long, and is written down. ballast: more state. misfit: a replacement has another seed.
 
 #include <ATen/ATen.h>
+#include <fcntl.h>
 #include <lockstep/lockstep.h>
 #include <sys/stat.h>
 #include <torch/nn.h>
@@ -23,6 +26,8 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "base/hash.h"
 #include "base/text.h"
@@ -60,6 +65,24 @@ class Faults {
     all_[kind + (second == std::string::npos ? "" : text.substr(second + 1))] =
         std::stoll(text.substr(first + 1, second - first - 1));
   }
+  // Kills while a newcomer is being filled, whose `first` changes then: it tells by a file.
+  void watch_feed(const at::Tensor& first) const {
+    const bool is_newcomer = std::getenv("LOCKSTEP_NEWCOMER") != nullptr;
+    const bool is_victim = all_.contains("feed");
+    const std::string file = folder_ + ".feeding";
+    if (is_victim || is_newcomer) {
+      std::thread([=, this, its = first, before = first.clone()] {
+        const auto has_begun = [&] {
+          return is_newcomer ? !its.equal(before) : ::access(file.c_str(), F_OK) == 0;
+        };
+        while (!has_begun()) ::usleep(200);
+        if (is_newcomer) ::close(::open(file.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+        if (!is_victim) return;
+        if (is_once_ && ::mkdir((folder_ + ".fault").c_str(), 0700) != 0) return;
+        ::raise(SIGKILL);
+      }).detach();
+    }
+  }
   void play(const std::string& phase, std::int64_t step) const {
     for (const auto& [what, when] : all_) {
       if (when != step) continue;
@@ -88,6 +111,10 @@ struct Options {
   std::string log = {};
   std::string trace = {};
   bool clips = false;
+  bool is_misfit = false;
+  std::int64_t slow_step = -1;
+  int slow_ms = 0;
+  int ballast_mb = 0;
   int sleep_ms = 0;
   Faults faults;
 };
@@ -105,6 +132,12 @@ Options parse(int argc, char** argv) {
     if (text.starts_with("trace=")) options.trace = value;
     if (text.starts_with("sleep=")) options.sleep_ms = std::atoi(value.c_str());
     if (text == "clip") options.clips = true;
+    if (text == "misfit") options.is_misfit = std::getenv("LOCKSTEP_NEWCOMER") != nullptr;
+    if (text.starts_with("ballast=")) options.ballast_mb = std::atoi(value.c_str());
+    if (text.starts_with("slow=")) {
+      options.slow_step = std::atoll(value.c_str());
+      options.slow_ms = std::atoi(value.c_str() + value.find(':') + 1);
+    }
     if (text == "shard=optimizer") options.shard = Shard::kOptimizer;
     if (text == "shard=gradients") options.shard = Shard::kGradients;
   }
@@ -119,7 +152,7 @@ double now_ms() {
 
 template <typename Model, typename Optimizer>
 int train(const Options& options, const World& world) {
-  seed_all(7, world);
+  seed_all(options.is_misfit ? 8 : 7, world);
   Model model;
   DistributedDataParallel ddp(model, world,
                               {.bucket_bytes = 30'000,
@@ -145,6 +178,9 @@ int train(const Options& options, const World& world) {
         options.faults.play("reform", step);
         sum = std::strtod(text.c_str(), nullptr);
       });
+  const at::Tensor ballast = at::zeros({std::int64_t{options.ballast_mb} << 18});
+  if (ballast.numel() > 0) checkpoints.add({{"ballast", ballast}}, "ballast");
+  options.faults.watch_feed(model->parameters().front().detach());
   Elastic elastic(checkpoints, checkpoints.load_latest().step);
   std::ofstream log;
   if (!options.log.empty()) {
@@ -165,6 +201,16 @@ int train(const Options& options, const World& world) {
     if (in_bucket) options.faults.play("bucket", step);
     return gradient;
   });
+  for (const at::Tensor& parameter : model->parameters()) {
+    if (options.slow_step < 0) break;
+    parameter.register_hook([&](const at::Tensor& gradient) {
+      if (step == options.slow_step) {
+        trace << "slow\n" << std::flush;
+        ::usleep(static_cast<unsigned>(options.slow_ms) * 1000);
+      }
+      return gradient;
+    });
+  }
   const bool is_complete = elastic.run([&] {
     step = elastic.steps();
     while (step < options.steps) {

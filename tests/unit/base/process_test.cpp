@@ -35,6 +35,18 @@ TEST(Process, AReusedPidIsAnotherProcess) {
   EXPECT_FALSE(is_alive(old));
 }
 
+TEST(Process, IsEndingUntilItIsGone) {
+  const pid_t pid = spawn({.arguments = {"sleep", "60"}});
+  const ProcessId process = find_process(pid);
+  EXPECT_FALSE(is_ending(process));
+  EXPECT_FALSE(is_ending(this_process()));
+  ::kill(pid, SIGKILL);
+  while (!look_at_end(pid)) ::usleep(1000);
+  EXPECT_TRUE(is_ending(process));  // a zombie
+  ::waitpid(pid, nullptr, 0);
+  EXPECT_TRUE(is_ending(process));
+}
+
 TEST(Process, IsDeadOnceItHasEndedEvenIfNobodyWaited) {
   const pid_t pid = spawn({.arguments = {"sleep", "60"}});
   const ProcessId process = find_process(pid);

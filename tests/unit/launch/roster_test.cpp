@@ -44,6 +44,20 @@ TEST(Roster, SurvivorsFormTheNextGenerationWhenAllHaveAsked) {
   EXPECT_EQ(roster.wanted(), 1);
 }
 
+TEST(Roster, AGenerationHasEndedWhenAMemberIsLost) {
+  Roster roster = three();
+  EXPECT_EQ(roster.num_ended(), 0);
+  roster.add({1, 1});
+  roster.remove({1, 1});  // a newcomer
+  EXPECT_EQ(roster.num_ended(), 0);
+  roster.remove({0, 1});
+  EXPECT_EQ(roster.num_ended(), 1);
+  roster.ask({0, 0}, 0, false);
+  roster.ask({1, 0}, 0, false);
+  EXPECT_EQ(roster.generation(), 1);
+  EXPECT_EQ(roster.num_ended(), 1);
+}
+
 TEST(Roster, NobodyIsLostSoNobodyNeedsAnotherGeneration) {
   Roster roster = three();
   EXPECT_EQ(roster.ask({0, 0}, 0, false).kind, Kind::kIntact);
@@ -130,6 +144,7 @@ TEST(Roster, WhatIsRestoredFormsTheNextGeneration) {
   EXPECT_EQ(roster.num_members(), 2);
   EXPECT_EQ(roster.newcomers(), std::vector<Seat>({{2, 1}}));
   EXPECT_EQ(roster.wanted(), 4);  // also if nobody has noticed anything
+  EXPECT_EQ(roster.num_ended(), 3);
   EXPECT_EQ(roster.ask({1, 0}, 3, false).kind, Kind::kWait);
   expect_place(roster.ask({2, 0}, 2, true), 4, 1, 2);
   expect_place(roster.ask({1, 0}, 3, false), 4, 0, 2);
