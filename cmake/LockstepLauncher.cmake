@@ -28,7 +28,7 @@ else()
 endif()
 
 add_library(lockstep_launcher STATIC)
-foreach(source args candidate cbor connection control coordinator coordinator_takeover cores doctor door elastic
+foreach(source args candidate cbor connection control coordinator coordinator_takeover cores doctor door elastic elastic_scale
         election etcd event_loop gpus guard hello
         host inspect key_value output remote_leader roster run run_log tls verify writer)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)

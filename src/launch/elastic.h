@@ -22,6 +22,9 @@
 
 namespace lockstep {
 
+// "1 rank", "3 ranks"
+std::string count_of_ranks(int num_ranks);
+
 class ElasticJob {
  public:
   struct Callbacks {

@@ -23,16 +23,19 @@ int free_port() {
   return next++;
 }
 
-// Two hosts with two ranks each.
+// Two hosts with two ranks each, on one network, or in namespaces.
 class TwoHosts {
  public:
   TwoHosts(const Folder& folder, std::string model, int steps, std::string hosts,
-           std::vector<std::string> more)
+           std::vector<std::string> more, NetHosts* net = nullptr)
       : folder_(folder),
         model_(std::move(model)),
         steps_(steps),
         hosts_(std::move(hosts)),
-        more_(std::move(more)) {
+        more_(std::move(more)),
+        net_(net),
+        master_(net != nullptr ? net->address(0) + ":29500"
+                               : text::format("127.0.0.1:{}", free_port())) {
     start(0, "a");
     start(1, "b");
   }
@@ -47,7 +50,7 @@ class TwoHosts {
                                           "--host-rank",
                                           std::to_string(host),
                                           "--master",
-                                          text::format("127.0.0.1:{}", port_),
+                                          master_,
                                           "--lost-after",
                                           "4",
                                           "--",
@@ -57,11 +60,14 @@ class TwoHosts {
                                           std::to_string(steps_),
                                           "log=" + folder_.path()};
     arguments.insert(arguments.end(), more_.begin(), more_.end());
-    jobs_[host] =
-        std::make_unique<Job>(arguments, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"},
-                                                                  {"LOCKSTEP_SECRET", kSecret},
-                                                                  {"LOCKSTEP_HOST_ID", id}},
-                                                    .deadline = kDeadline});
+    JobOptions options{.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SECRET", kSecret}},
+                       .deadline = kDeadline};
+    if (net_ != nullptr) {
+      options.prefix = net_->prefix(host);
+    } else {
+      options.variables["LOCKSTEP_HOST_ID"] = id;
+    }
+    jobs_[host] = std::make_unique<Job>(arguments, options);
   }
   Job& job(int host) { return *jobs_.at(host); }
   void kill(int host) {
@@ -74,7 +80,8 @@ class TwoHosts {
   const int steps_;
   const std::string hosts_;
   const std::vector<std::string> more_;
-  const int port_ = free_port();
+  NetHosts* const net_;
+  const std::string master_;
   std::map<int, std::unique_ptr<Job>> jobs_;
 };
 
@@ -143,39 +150,14 @@ TEST(ElasticHosts, AfterACutOneSideGoesOn) {
   if (const std::string reason = NetHosts::why_not(); !reason.empty()) GTEST_SKIP() << reason;
   NetHosts net(2);
   const Folder folder;
-  std::vector<std::unique_ptr<Job>> jobs;
-  for (int host = 0; host < 2; ++host) {
-    std::vector<std::string> command = {"run",
-                                        "-n",
-                                        "2",
-                                        "--elastic",
-                                        "--hosts",
-                                        "1:2",
-                                        "--host-rank",
-                                        std::to_string(host),
-                                        "--master",
-                                        net.address(0) + ":29500",
-                                        "--lost-after",
-                                        "4",
-                                        "--",
-                                        LOCKSTEP_ELASTIC_TRAINER,
-                                        folder.path() + "/run",
-                                        "cnn",
-                                        "900",
-                                        "log=" + folder.path(),
-                                        "sleep=10"};
-    jobs.push_back(std::make_unique<Job>(
-        command, JobOptions{.variables = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_SECRET", kSecret}},
-                            .deadline = kDeadline,
-                            .prefix = net.prefix(host)}));
-  }
-  jobs[0]->wait_for_output("4 ranks on 2 hosts");
+  TwoHosts hosts(folder, "cnn", 900, "1:2", {"sleep=10"}, &net);
+  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
   std::this_thread::sleep_for(std::chrono::milliseconds(1500));
   net.cut(1);
-  EXPECT_EQ(jobs[1]->wait().code, 75) << jobs[1]->err();
-  EXPECT_EQ(jobs[0]->wait().code, 0) << jobs[0]->err();
-  EXPECT_EQ(result_of(jobs[0]->out()), expected("cnn", 900)) << jobs[0]->err();
-  EXPECT_TRUE(has(jobs[0]->err(), "host 1 was lost with rank 2, 3")) << jobs[0]->err();
+  EXPECT_EQ(hosts.job(1).wait().code, 75) << hosts.job(1).err();
+  EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();
+  EXPECT_EQ(result_of(hosts.job(0).out()), expected("cnn", 900)) << hosts.job(0).err();
+  EXPECT_TRUE(has(hosts.job(0).err(), "host 1 was lost with rank 2, 3")) << hosts.job(0).err();
 }
 
 }  // namespace
