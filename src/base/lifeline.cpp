@@ -61,7 +61,12 @@ void watch_lifeline(int fd, std::function<void()> call) {
 
 void hold_lifeline(int fd) {
   pthread_mutex_t* const lock = map_lock(fd);  // stays mapped as long as the process lives
-  if (::pthread_mutex_trylock(lock) != 0) unmap_lock(lock);
+  const int result = ::pthread_mutex_trylock(lock);
+  if (result == EOWNERDEAD) {  // a thread of this process had it, and has ended
+    ::pthread_mutex_consistent(lock);
+  } else if (result != 0) {
+    unmap_lock(lock);
+  }
 }
 
 }  // namespace lockstep

@@ -136,9 +136,7 @@ bool is_alive(const ProcessId& process) {
 
 bool is_ending(const ProcessId& process) {
   constexpr unsigned kExiting = 0x4;  // PF_EXITING of the kernel's include/linux/sched.h
-  const Stat stat = read_stat(process.pid);
-  return stat.start_time != process.start_time || stat.start_time == 0 ||
-         (stat.flags & kExiting) != 0;
+  return !is_alive(process) || (read_stat(process.pid).flags & kExiting) != 0;
 }
 
 std::string describe_end(const ProcessId& process) {

@@ -96,6 +96,12 @@ void throw_mismatch(int rank, std::uint64_t number, int first, const Signature& 
                    number, of_first.activity().text, first, of_other.activity().text, other));
 }
 
+void throw_ended(const Activity& activity, int rank) {
+  throw PeerLostError(
+      {.rank = rank, .operation = activity.operation},
+      activity.text + " cannot end: a rank was lost.\nAn elastic job goes on without it.");
+}
+
 std::exception_ptr world_has_ended(int rank) {
   return std::make_exception_ptr(
       UsageError({.rank = rank, .operation = "end"},

@@ -68,5 +68,7 @@ class Runner {
 
 // A UsageError of `rank`.
 std::exception_ptr world_has_ended(int rank);
+// Of an elastic job: `rank` waits, and somebody is lost. PeerLostError.
+[[noreturn]] void throw_ended(const Activity& activity, int rank);
 
 }  // namespace lockstep::collective

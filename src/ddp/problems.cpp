@@ -83,7 +83,6 @@ void Reducer::throw_problems() {
       {.rank = world_.global_rank(), .step = stats_.steps(), .operation = operation()});
 }
 
-// All ranks know it from the numbers.
 // A step that cannot end is not worth computing.
 void Reducer::throw_if_ended() const {
   if (!has_ended_ || !has_ended_()) return;
@@ -92,6 +91,7 @@ void Reducer::throw_if_ended() const {
       "A rank was lost.\nAn elastic job goes on without it (lockstep/elastic.h).");
 }
 
+// All ranks know it from the numbers.
 void Reducer::throw_early_end() {
   std::vector<int> without_data;
   const bool is_logical = turns_.are_on();

@@ -94,6 +94,7 @@ class Reducer {
   // collective.
   // Returns whether anything of that step was done.
   bool give_up(std::int64_t num_complete);
+  bool is_to_share() const { return options_.shard != Shard::kNone; }
   // What replicas must have in common, a line each.
   std::vector<std::string> describe() const;
 

@@ -343,7 +343,7 @@ std::string Shards::what_became() {
     for (int rank = 0; rank < ranks_.size(); ++rank) {
       const Member& its = ranks_.members()[static_cast<std::size_t>(rank)];
       if (record_->claims.is_writing(rank) &&
-          !is_alive({.pid = its.pid, .start_time = its.start_time})) {
+          is_ending({.pid = its.pid, .start_time = its.start_time})) {
         return true;
       }
     }
@@ -363,7 +363,7 @@ std::string Shards::what_became() {
 
 bool Shards::is_lost(int rank) const {
   const Member& its = ranks_.members()[static_cast<std::size_t>(rank)];
-  return !is_alive({.pid = its.pid, .start_time = its.start_time});
+  return is_ending({.pid = its.pid, .start_time = its.start_time});
 }
 
 bool Shards::is_living_writing() const {

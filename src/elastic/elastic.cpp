@@ -107,8 +107,9 @@ std::string Elastic::Impl::kind() const {
     if (!part.has_values && !part.is_collective) part.save(snapshot);
   }
   for (const NamedTensor& one : snapshot.tensors) {
-    text += text::format("{} {} {}\n", one.name, c10::toString(one.tensor.scalar_type()),
-                         c10::str(one.tensor.sizes()));
+    // State travels in the order of memory.
+    text += text::format("{} {} {} {}\n", one.name, c10::toString(one.tensor.scalar_type()),
+                         c10::str(one.tensor.sizes()), c10::str(one.tensor.strides()));
   }
   for (const DistributedDataParallel* const ddp : kept.ddps) {
     for (const std::string& line : ddp->reducer_->describe()) text += line + "\n";
@@ -276,7 +277,9 @@ bool Elastic::run(const std::function<void()>& train) {
   self.my_kind = self.kind();
   bool must_reform = self.world.is_waiting();
   self.has_state = !must_reform;
-  if (must_reform) {
+  const bool shares = std::ranges::any_of(
+      self.kept.ddps, [](const auto* ddp) { return ddp->reducer_->is_to_share(); });
+  if (must_reform && !shares) {  // else it has a part of the optimizer's state only
     for (const Part& part : self.kept.parts) part.prepare();
   }
   bool is_planned = false;

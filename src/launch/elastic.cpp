@@ -48,6 +48,7 @@ void ElasticJob::begin(int generation, const std::map<int, int>& ranks_of_hosts)
   places_.clear();
   told_.clear();
   changes_.clear();
+  stepped_in_ = 0;
   num_completed_ = 0;
   std::vector<Seat> seats;
   for (const auto& [host, num_ranks] : ranks_of_hosts) {
@@ -128,7 +129,8 @@ bool ElasticJob::remove_host(int host, const std::string& why) {
   for (auto& [seat, place] : places_) {
     if (seat.first != host) continue;
     forget_timer(seat);
-    place.is_wanted = false;
+    place.is_wanted = place.is_alive = false;
+    if (!place.lost_as.empty()) callbacks_.say(std::exchange(place.lost_as, {}));
     const auto role = roster_.remove(seat);
     has_members |= role == Roster::Role::kMember;
     if (role == Roster::Role::kMember) numbers.push_back(place.number);
@@ -165,6 +167,7 @@ void ElasticJob::on_about_to_end(int host, const SeatEnd& end) {
   Place& place = places_[seat];
   roster_.remove(seat);
   place.lost_as = text::format("rank {} {}", place.number, end.cause.text);
+  place.lost_in = generation;
   changes_.push_back(place.lost_as);
   callbacks_.revoke(generation, place.lost_as);
   publish();
@@ -176,9 +179,9 @@ bool ElasticJob::on_end(int host, const SeatEnd& end) {
   const bool was_open = roster_.is_open();
   const int generation = roster_.generation();
   const bool is_ok = end.cause.code == 0;
-  const std::string lost_as = std::exchange(places_[seat].lost_as, {});
-  const Roster::Role role = lost_as.empty() ? roster_.remove(seat) : Roster::Role::kMember;
   places_[seat].is_alive = false;
+  if (!places_[seat].lost_as.empty()) return on_end_of_lost(seat, end);
+  const Roster::Role role = roster_.remove(seat);
   switch (role) {
     case Roster::Role::kNone:  // it has left, or was ended
       close_if_drained(host);
@@ -189,15 +192,14 @@ bool ElasticJob::on_end(int host, const SeatEnd& end) {
       close_if_complete();
       return true;
     case Roster::Role::kMember: {
-      if ((!was_open && lost_as.empty()) || end.cause.code == kExitPreempted) return false;
+      if (!was_open || end.cause.code == kExitPreempted) return false;
       const int left = roster_.num_members();
       // Nobody has the state any more: only a checkpoint does.
       if (left == 0) return false;
       const std::string text =
           text::format("rank {} {}", places_[seat].number, is_ok ? "has ended" : end.cause.text);
-      if (lost_as.empty()) callbacks_.revoke(generation, text);
-      // Those who go on may have been told already, in fewer words.
-      if (lost_as.empty() || std::erase(changes_, lost_as) != 0) changes_.push_back(text);
+      callbacks_.revoke(generation, text);
+      changes_.push_back(text);
       say_loss(text);
       if (left < options_.min_ranks) {
         StopCause cause = end.cause;
@@ -218,13 +220,35 @@ bool ElasticJob::on_end(int host, const SeatEnd& end) {
   if (is_ok) {
     places_[seat].is_wanted = false;
   } else {
-    replace(seat, end);
+    replace(seat, end, role == Roster::Role::kMember ? generation : kNoStep);
   }
   publish();
   return true;
 }
 
-void ElasticJob::replace(Seat seat, const SeatEnd& end) {
+// The others have gone on without it; the job may even be complete.
+bool ElasticJob::on_end_of_lost(Seat seat, const SeatEnd& end) {
+  Place& place = places_[seat];
+  const std::string lost_as = std::exchange(place.lost_as, {});
+  if (end.cause.code == kExitPreempted && !roster_.has_done()) return false;
+  const bool is_ok = end.cause.code == 0;
+  const std::string text =
+      text::format("rank {} {}", place.number, is_ok ? "has ended" : end.cause.text);
+  // They may have been told already, in fewer words.
+  if (std::erase(changes_, lost_as) != 0) changes_.push_back(text);
+  say_loss(text);
+  if (is_ok) {
+    place.is_wanted = false;
+  } else {
+    replace(seat, end, place.lost_in);
+  }
+  if (!place.is_wanted) close_if_drained(seat.first);
+  publish();
+  return true;
+}
+
+// `lost_in`: the generation that has lost it; kNoStep: nothing is done again because of it.
+void ElasticJob::replace(Seat seat, const SeatEnd& end, int lost_in) {
   Place& place = places_[seat];
   if (!place.is_wanted || is_stopped_ || roster_.has_done()) return;
   if (Clock::now() - place.started > kHealthy) place.num_failures = 0;
@@ -248,7 +272,7 @@ void ElasticJob::replace(Seat seat, const SeatEnd& end) {
   if (delay.count() > 0) {
     callbacks_.say(text::format("rank {} is replaced in {} s", place.number, delay.count() / 1000));
   }
-  const bool waits_for_step = delay.count() == 0;
+  const bool waits_for_step = delay.count() == 0 && lost_in >= stepped_in_;
   if (waits_for_step) wait_for_step_.insert(seat);
   timers_[seat] = loop_.after(waits_for_step ? kStepMayTake : delay, [this, seat] {
     timers_.erase(seat);
@@ -259,6 +283,7 @@ void ElasticJob::replace(Seat seat, const SeatEnd& end) {
 
 void ElasticJob::on_step(int generation) {
   if (generation != roster_.generation()) return;
+  stepped_in_ = generation;
   for (const Seat& seat : std::exchange(wait_for_step_, {})) {
     forget_timer(seat);
     start_in(seat);
@@ -276,6 +301,7 @@ void ElasticJob::forget_timer(Seat seat) {
 void ElasticJob::start_in(Seat seat) {
   Place& place = places_[seat];
   if (is_stopped_ || !place.is_wanted || roster_.has_done() || roster_.has(seat)) return;
+  if (place.is_alive) return;  // the process before: when that has ended, it is replaced
   place.started = Clock::now();
   place.is_alive = true;
   roster_.add(seat);
@@ -303,7 +329,7 @@ Json ElasticJob::answer(int host, int place, const Json& request) {
   }
   if (op == "elastic_finish") {
     const Roster::Finish finish = roster_.finish(seat);
-    if (finish == Roster::Finish::kOver) end_newcomers();
+    if (finish == Roster::Finish::kOver && roster_.has_done()) end_newcomers();
     return Json::array({static_cast<int>(finish)});
   }
   // Where the ranks are of one kind, a newcomer must be, too.

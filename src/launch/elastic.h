@@ -77,6 +77,7 @@ class ElasticJob {
     bool is_alive = false;  // there is a process
     // It is being taken apart, and the others go on: why, as they were told.
     std::string lost_as = {};
+    int lost_in = 0;       // the generation
     int num_failures = 0;  // one after the other
     Clock::time_point started = {};
   };
@@ -86,7 +87,9 @@ class ElasticJob {
   std::string drain(int number);  // a rank, by the number that its output shows
   std::string describe() const;
   void start_in(Seat seat);
-  void replace(Seat seat, const SeatEnd& end);
+  bool on_end_of_lost(Seat seat, const SeatEnd& end);
+  static constexpr int kNoStep = -1;
+  void replace(Seat seat, const SeatEnd& end, int lost_in);
   void on_step(int generation);
   void forget_timer(Seat seat);
   void say_loss(const std::string& text);
@@ -107,6 +110,7 @@ class ElasticJob {
   std::vector<std::string> changes_;         // since the last generation, a line each
   std::set<int> drained_;  // hosts that are to be closed when their ranks have left
   std::string kind_;       // of the ranks, as they say: model, platform, options
+  int stepped_in_ = 0;     // the newest generation of which a step is complete
   int num_completed_ = 0;
   bool is_stopped_ = false;
   bool is_complete_ = false;

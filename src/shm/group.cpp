@@ -27,6 +27,9 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50);
 // And where somebody says that there are any, it is asked this often.
 constexpr auto kNoticeInterval = std::chrono::milliseconds(4);
+// Then those who live may not come either, as they have left for the next generation; who is in the
+// middle of a step that can end has so long.
+constexpr auto kGraceOfEnded = std::chrono::milliseconds(500);
 constexpr auto kTimeToDie = std::chrono::seconds(1);
 constexpr auto kFirstWarning = std::chrono::seconds(10);
 
@@ -214,6 +217,7 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
   auto last_check = start;
   auto spin_until = start + options_.spin;
   bool has_warned = false;
+  std::optional<Clock::time_point> ended_at;  // somebody is lost
   while (true) {
     bool has_moved = false;
     for (int look = 0; look < num_looks_ && !has_moved; ++look) {
@@ -234,10 +238,19 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     Sleep sleep(peers_.self());
     if (progress(true)) continue;
     if (is_done(request)) return true;
-    if (now - last_check >= kPeerCheckInterval || (options_.has_ended && options_.has_ended())) {
+    const bool has_ended = options_.has_ended && options_.has_ended();
+    if (!has_ended) {
+      ended_at.reset();
+    } else if (!ended_at) {
+      ended_at = now;
+    }
+    if (now - last_check >= kPeerCheckInterval || has_ended) {
       board_wait.look(now - start, [&] { return activity_of(request); });
       check_peers_of(request);
       last_check = now;
+      if (ended_at && now - *ended_at >= kGraceOfEnded) {
+        collective::throw_ended(activity_of(request), peers_.my_global_rank());
+      }
     }
     const auto timeout = timeout_of(request);
     if (until == kNoLimit && now - start >= timeout) time_out(request, timeout, now - start);

@@ -103,9 +103,11 @@ NextGeneration Membership::wait_for_next(int from, bool is_planned, const std::s
                        "JoinOptions::timeout.",
                        std::chrono::duration<double>(waited).count()));
     }
-    const auto until = Clock::now() + pause_after(waited);
+    const auto pause = pause_after(waited);
+    const auto until = Clock::now() + pause;
     while (notice_.formed() == formed && Clock::now() < until) {
-      std::this_thread::sleep_for(std::chrono::microseconds(500));
+      std::this_thread::sleep_for(std::max<std::chrono::microseconds>(
+          std::chrono::microseconds(500), pause / 16));  // one that waits for long looks seldom
     }
   }
 }

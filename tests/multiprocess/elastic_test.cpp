@@ -80,7 +80,7 @@ TEST(ElasticJob, ARankDiesWhileOthersReForm) {
 }
 
 TEST(ElasticJob, AReplacementGetsTheStateFromMemory) {
-  expect_same_weights("gpt", 120, {"kill=1:5:forward"},
+  expect_same_weights("gpt", 300, {"kill=1:5:forward"},
                       {"4 ranks at step ", "1 joined; ", "MB of state were sent"});
 }
 
@@ -100,14 +100,30 @@ TEST(ElasticJob, ANewcomerDiesWhileItIsFed) {
                       {"rank 1 is replaced in 1 s", "1 joined"});
 }
 
+// A large process is taken apart while the others complete the job.
+TEST(ElasticJob, ADeathInTheLastStepEndsNobodyElse) {
+  const Folder folder;
+  const JobResult job =
+      run_job(arguments(folder, "mlp", 14, {"kill=1:13:forward", "ballast=1024"}), options());
+  EXPECT_EQ(job.code, 0) << job.err;
+  EXPECT_EQ(result_of(job.out), expected("mlp", 14)) << job.err;
+  EXPECT_TRUE(has(job.err, "generation 1: 3 ranks at step 13")) << job.err;
+}
+
+// Rank 2 leaves the step before it comes to where others wait for it, and for nobody else.
+TEST(ElasticJob, WaitsForThoseWhoHaveLeftEnd) {
+  expect_same_weights("mlp", 30, {"kill=1:5:forward", "late=2:5:500", "split"}, {"3 ranks go on"},
+                      {"--max-replacements", "0"});
+}
+
 TEST(ElasticJob, AReplacementThatDoesNotFitIsRefused) {
   const Folder folder;
   const JobResult job =
-      run_job(arguments(folder, "mlp", 150, {"sleep=10", "kill=1:5:forward", "misfit"},
+      run_job(arguments(folder, "mlp", 500, {"sleep=10", "kill=1:5:forward", "misfit"},
                         {"--max-replacements", "1"}),
               options());
   EXPECT_EQ(job.code, 0) << job.err;
-  EXPECT_EQ(result_of(job.out), expected("mlp", 150)) << job.err;
+  EXPECT_EQ(result_of(job.out), expected("mlp", 500)) << job.err;
   EXPECT_TRUE(has(job.err, "This process cannot replace a rank of the job")) << job.err;
   EXPECT_TRUE(has(job.out, "3 ranks, generation 1")) << job.out;
 }

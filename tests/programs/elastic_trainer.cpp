@@ -2,14 +2,16 @@
 //
 //   elastic_trainer FOLDER MODEL STEPS [shard=none|optimizer|gradients] [log=FOLDER] [clip]
 //                   [kill=SEAT:STEP:PHASE]... [exit=SEAT:STEP:CODE] [throw=SEAT:STEP] [sleep=MS]
-//                   [trace=FILE] [slow=STEP:MS] [ballast=MB] [misfit]
+//                   [trace=FILE] [slow=STEP:MS] [ballast=MB] [misfit] [late=SEAT:STEP:MS] [split]
 //
 // MODEL: mlp, cnn or gpt. Which samples of which logical rank were in which step is written to
 // FOLDER. A rank kills itself where a fault says: in the forward, in the middle of a bucket, after
-// the last one, in the optimizer, after it, in the commit, while ranks re-form, or while a
-// newcomer is given the state (then the step is 0). A process that replaces another has no faults,
-// unless SEAT ends with '+': then the first one has. slow: each gradient of that step takes so
-// long, and is written down. ballast: more state. misfit: a replacement has another seed.
+// the last one, in the optimizer, after it, in the commit, while ranks re-form, or while a newcomer
+// is given the state (then the step is 0). A process that replaces another has no faults, unless
+// SEAT ends with '+': then the first one has.
+// slow: each gradient of that step takes so long, and is written down. ballast: more state. misfit:
+// a replacement has another seed. late: that rank begins that step so much later. split: all ranks
+// but rank 1 have a world of their own, and a collective there in each step.
 
 #include <ATen/ATen.h>
 #include <fcntl.h>
@@ -24,6 +26,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -115,6 +118,9 @@ struct Options {
   std::int64_t slow_step = -1;
   int slow_ms = 0;
   int ballast_mb = 0;
+  std::int64_t late_step = -1;
+  int late_ms = 0;
+  bool is_split = false;
   int sleep_ms = 0;
   Faults faults;
 };
@@ -134,6 +140,13 @@ Options parse(int argc, char** argv) {
     if (text == "clip") options.clips = true;
     if (text == "misfit") options.is_misfit = std::getenv("LOCKSTEP_NEWCOMER") != nullptr;
     if (text.starts_with("ballast=")) options.ballast_mb = std::atoi(value.c_str());
+    if (text == "split") options.is_split = true;
+    const char* const seat = std::getenv("LOCKSTEP_SEAT");
+    if (text.starts_with("late=") && seat != nullptr &&
+        value.starts_with(std::string(seat) + ":")) {
+      options.late_step = std::atoll(value.c_str() + value.find(':') + 1);
+      options.late_ms = std::atoi(value.c_str() + value.rfind(':') + 1);
+    }
     if (text.starts_with("slow=")) {
       options.slow_step = std::atoll(value.c_str());
       options.slow_ms = std::atoi(value.c_str() + value.find(':') + 1);
@@ -178,9 +191,10 @@ int train(const Options& options, const World& world) {
         options.faults.play("reform", step);
         sum = std::strtod(text.c_str(), nullptr);
       });
-  const at::Tensor ballast = at::zeros({std::int64_t{options.ballast_mb} << 18});
+  const at::Tensor ballast = at::full({std::int64_t{options.ballast_mb} << 18},
+                                      std::getenv("LOCKSTEP_NEWCOMER") != nullptr ? 0.0 : 1.0);
   if (ballast.numel() > 0) checkpoints.add({{"ballast", ballast}}, "ballast");
-  options.faults.watch_feed(model->parameters().front().detach());
+  if (ballast.numel() > 0) options.faults.watch_feed(ballast.narrow(0, 0, 1));  // it comes first
   Elastic elastic(checkpoints, checkpoints.load_latest().step);
   std::ofstream log;
   if (!options.log.empty()) {
@@ -211,12 +225,18 @@ int train(const Options& options, const World& world) {
       return gradient;
     });
   }
+  std::optional<World> part;  // outside: when ranks change, it stays open for a while
   const bool is_complete = elastic.run([&] {
     step = elastic.steps();
+    if (options.is_split) part = world.split(world.rank() == 1 ? std::nullopt : std::optional(0));
     while (step < options.steps) {
       for (const auto& batch : loader) {
+        if (step == options.late_step && world.generation() == 0) {
+          ::usleep(static_cast<unsigned>(options.late_ms) * 1000);
+        }
         const Turn turn = ddp.play();
         options.faults.play("forward", step);
+        if (part && turn.is_last) part->barrier();
         at::Tensor loss = at::zeros({});
         for (const std::int64_t sample : batch) {
           loss = loss + test::loss_of(model->forward(static_cast<int>(sample), 0));

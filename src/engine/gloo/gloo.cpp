@@ -104,6 +104,10 @@ Backend make_gloo(const EngineContext& context) {
   Backend gloo = c10::make_intrusive<Gloo>(context.store, context.rank, context.size(), options);
   notice_lost_hosts(sockets_before, lost_after);
   gloo->setTimeout(context.timeout);
+  // Nobody goes away before all are connected: Gloo takes a connection that is closed then for a
+  // crash.
+  if (context.store->add("connected", 1) == context.size()) context.store->set("all", "connected");
+  context.store->wait({"all"}, context.connect_timeout);
   return gloo;
 }
 

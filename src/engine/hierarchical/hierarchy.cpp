@@ -21,6 +21,10 @@ constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50);
 // When a connection breaks or a message is late, others often know more, and are about to tell it.
 constexpr auto kPatience = std::chrono::milliseconds(500);
 
+// How long a wait goes on that began before a rank was lost, or after: those who live may have left
+// for the next generation.
+constexpr auto kGraceOfEnded = std::chrono::seconds(2);
+
 // A worker waits for a message until it comes, or the wire ends.
 constexpr std::chrono::milliseconds kUntilItComes = std::chrono::hours(24 * 300);
 
@@ -42,6 +46,7 @@ Hierarchy::Hierarchy(const EngineContext& context, std::shared_ptr<shm::Group> l
       layout_(context.rank, context.members),
       local_(std::move(local)),
       channel_(context.channel),
+      has_ended_(context.has_ended),
       wire_(std::move(engine), context, partners_of(layout_)),
       steps_(std::make_shared<HostSteps>(layout_, *local_, wire_)),
       thread_([this] { run(); }) {}
@@ -131,6 +136,12 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
 void Hierarchy::check_wait(const Request& request, Clock::duration waited,
                            shm::BoardWait& board_wait) {
   try {
+    if (has_ended_ && has_ended_() && waited >= kGraceOfEnded) {
+      const auto* task = dynamic_cast<const Task*>(&request);
+      collective::throw_ended(
+          task != nullptr ? task->operation.activity() : Activity{"message", "a message"},
+          global_rank(rank()));
+    }
     if (const auto* task = dynamic_cast<const MessageTask*>(&request)) {
       const auto timeout = task->message.timeout_or(timeout_);
       const char* name = task->message.name();

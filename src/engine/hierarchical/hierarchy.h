@@ -77,6 +77,7 @@ class Hierarchy final : public collective::Runner {
   const HostLayout layout_;
   const std::shared_ptr<shm::Group> local_;
   const std::shared_ptr<shm::BoardChannel> channel_;  // may be none
+  const std::function<bool()> has_ended_;             // a rank is lost; may be none
   Wire wire_;
 
   Mutex mutex_;

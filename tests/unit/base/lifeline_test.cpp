@@ -65,8 +65,25 @@ TEST(Lifeline, IsHeldOnce) {
   const Fd lifeline = make_lifeline();
   const pid_t pid = start_holder(lifeline, [] { ::pause(); });
   hold_lifeline(lifeline.get());  // another's: it is left alone
+  std::future<bool> called = watch(lifeline, pid);
   ::kill(pid, SIGKILL);
+  ASSERT_EQ(called.wait_for(kPatience), std::future_status::ready);
+  EXPECT_TRUE(called.get());
   ::waitpid(pid, nullptr, 0);
+}
+
+// As by a second thread of a process whose first one has ended.
+TEST(Lifeline, IsTakenOverFromADeadHolder) {
+  const Fd lifeline = make_lifeline();
+  const pid_t first = start_holder(lifeline, [] { ::pause(); });
+  ::kill(first, SIGKILL);
+  ::waitpid(first, nullptr, 0);
+  const pid_t second = start_holder(lifeline, [] { ::pause(); });
+  std::future<bool> called = watch(lifeline, second);
+  EXPECT_EQ(called.wait_for(kMoment), std::future_status::timeout);
+  ::kill(second, SIGKILL);
+  ASSERT_EQ(called.wait_for(kPatience), std::future_status::ready);
+  ::waitpid(second, nullptr, 0);
 }
 
 }  // namespace
