@@ -1,7 +1,7 @@
 # The program `lockstep`: torch-free, so that it starts in milliseconds and stays small.
 
 # Tests and benches start ranks as the launcher does, with or without it.
-lockstep_module(NAME launch SRCS rank_command DEPS archive base)
+lockstep_module(NAME launch SRCS rank_command DEPS archive base collective)
 if(NOT LOCKSTEP_BUILD_LAUNCHER)
   return()
 endif()
@@ -27,17 +27,28 @@ else()
   set(LOCKSTEP_HTTPLIB_LIBRARY "")
 endif()
 
+# lockstep top draws with it.
+set(CURSES_NEED_NCURSES TRUE)
+set(CURSES_NEED_WIDE TRUE)
+find_package(Curses QUIET)
+if(NOT CURSES_FOUND)
+  message(FATAL_ERROR "ncurses was not found: install libncurses-dev, or switch the launcher off with "
+                      "-DLOCKSTEP_BUILD_LAUNCHER=OFF.")
+endif()
+
 add_library(lockstep_launcher STATIC)
 foreach(source args candidate cbor connection control coordinator coordinator_takeover cores doctor door elastic elastic_scale
         election etcd event_loop gpus guard hello
-        host inspect key_value output remote_leader roster run run_log tls verify writer)
+        host inspect key_value output remote_leader roster run run_log status tls top top_screen verify writer)
   target_sources(lockstep_launcher PRIVATE src/launch/${source}.cpp)
 endforeach()
 lockstep_compile_as_ours(lockstep_launcher)
 target_compile_options(lockstep_launcher PRIVATE $<$<CONFIG:Release>:-O1>)  # it waits; JSON compiles for long
 target_link_libraries(lockstep_launcher PUBLIC lockstep_launch lockstep_archive lockstep_base OpenSSL::SSL
-                      nlohmann_json::nlohmann_json PRIVATE CLI11::CLI11 ${LOCKSTEP_HTTPLIB_LIBRARY} OpenSSL::Crypto
-                      ${CMAKE_DL_LIBS})
+                      nlohmann_json::nlohmann_json lockstep_collective PRIVATE CLI11::CLI11 ${LOCKSTEP_HTTPLIB_LIBRARY}
+                      OpenSSL::Crypto ${CURSES_LIBRARIES} ${CMAKE_DL_LIBS})
+# Its header makes macros of common words.
+set_source_files_properties(src/launch/top_screen.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 # Alone: only this file sees httplib and its definitions.
 set_source_files_properties(src/launch/etcd.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON
                             COMPILE_DEFINITIONS "${httplib_features}")

@@ -90,6 +90,9 @@ class LOCKSTEP_API StepClock {
 
 using Values = std::map<std::string, double>;
 
+// What `lockstep top` shows of this rank. The files and the bar below call it with "loss".
+LOCKSTEP_API void show_loss(std::int64_t step, double loss);
+
 // One line of JSON for each call: {"step":7,"time":1700000000.123,"loss":0.5}. What is not a number
 // is null. A file that is there is continued. Throws: SystemError if it cannot be written.
 class LOCKSTEP_API JsonLines {

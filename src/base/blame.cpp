@@ -1,6 +1,5 @@
 #include "base/blame.h"
 
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -27,11 +26,6 @@ struct Blame {
 };
 
 off_t place_of(int local_rank) { return static_cast<off_t>(sizeof(Blame)) * local_rank; }
-
-std::uint64_t inode_of(int fd) {
-  struct stat status {};
-  return ::fstat(fd, &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
-}
 
 }  // namespace
 

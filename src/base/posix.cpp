@@ -88,6 +88,11 @@ mode_t mode_in(const std::string& folder, mode_t mode) {
   return mode & (status.st_mode | kOwner);
 }
 
+std::uint64_t inode_of(int fd) {
+  struct stat status {};
+  return ::fstat(fd, &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
+}
+
 std::string read_small_file(const std::string& path) {
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   std::string text;

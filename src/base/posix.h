@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <csignal>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -64,6 +65,9 @@ std::string host_name();
 // `mode` for what is made in `folder`, without what the folder itself does not allow to others: a
 // file in a private folder stays private when it is moved or copied. The umask comes on top.
 mode_t mode_in(const std::string& folder, mode_t mode);
+
+// Of an open file, to know it again; 0 if it is not open.
+std::uint64_t inode_of(int fd);
 
 // The whole of a small file such as one in /proc; empty if it cannot be read.
 std::string read_small_file(const std::string& path);

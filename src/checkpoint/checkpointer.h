@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "archive/folder.h"
+#include "base/gauges.h"
 #include "checkpoint/parts.h"
 
 namespace lockstep {
@@ -74,6 +75,7 @@ struct Checkpointer::Impl {
   CheckpointOptions options;
   std::string path;
   int uncaught = std::uncaught_exceptions();
+  const std::shared_ptr<Gauges> gauges = Gauges::of_process();  // for who looks at the job
 
   // Constant as long as the ranks are the same.
   std::vector<int> group;                    // ranks, ascending

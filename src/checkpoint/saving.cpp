@@ -332,12 +332,14 @@ void Checkpointer::Impl::wait() {
 
 void Checkpointer::save(std::int64_t step) {
   const PurposeScope purpose(Purpose::kSave);
+  const DoingScope doing(*impl_->gauges, Doing::kSaving);
   impl_->write(impl_->begin(step),
                [&](const std::string& mine) { return exchange_texts(impl_->world, mine); });
 }
 
 void Checkpointer::save_async(std::int64_t step) {
   const PurposeScope purpose(Purpose::kSave);
+  const DoingScope doing(*impl_->gauges, Doing::kSaving);
   impl_->start_writer(impl_->begin(step));
 }
 

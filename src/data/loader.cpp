@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/gauges.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "data/preparer.h"
@@ -37,7 +38,8 @@ struct LoaderBase::Impl {
   bool is_place_new = true;  // nothing was handed out since it was set
   int num_empty = 0;         // epochs of a stream, one after the other
   double waited_ms = 0;
-  std::unique_ptr<Preparer> preparer;  // of the epoch that has begun
+  const std::shared_ptr<Gauges> gauges = Gauges::of_process();  // for who looks at the job
+  std::unique_ptr<Preparer> preparer;                           // of the epoch that has begun
 
   Impl(detail::LoaderSource its_source, Sampler its_sampler, const LoaderOptions& its_options)
       : source(std::move(its_source)),
@@ -289,7 +291,10 @@ void LoaderBase::begin_epoch() { impl_->begin(); }
 std::shared_ptr<void> LoaderBase::next_batch() {
   if (!impl_->preparer) impl_->begin();
   const auto start = std::chrono::steady_clock::now();
-  auto prepared = impl_->preparer->take();
+  auto prepared = [&] {
+    const DoingScope doing(*impl_->gauges, Doing::kLoading);
+    return impl_->preparer->take();
+  }();
   impl_->waited_ms +=
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   if (!prepared) {
@@ -297,6 +302,7 @@ std::shared_ptr<void> LoaderBase::next_batch() {
     return nullptr;
   }
   impl_->count(prepared->num_samples);
+  impl_->gauges->add_samples(static_cast<std::int64_t>(prepared->num_samples));
   if (const auto* const error = std::get_if<std::exception_ptr>(&prepared->result)) {
     if (!prepared->is_drawn) {
       impl_->preparer.reset();

@@ -44,6 +44,7 @@ void Reducer::post_rest(bool may_wait) {
 void Reducer::end_of_backward() {
   step_.is_at_end = true;
   step_.wait_began = StepStats::Clock::now();
+  gauges_->set(Doing::kWaiting);
   const bool is_complete =
       std::ranges::all_of(slots_, [](const Slot& slot) { return slot.has_fired; });
   if (step_.problem.empty() && !is_joined_ && (!is_complete || is_check_due())) {
@@ -56,7 +57,9 @@ void Reducer::finish() {
   post_rest(true);
   try {
     finish_posted();
+    gauges_->set(Doing::kComputing);
   } catch (const Error& error) {
+    gauges_->set(Doing::kComputing);
     if (step_.phase != Phase::kIdle) drop_failed_step(error.kind());
     throw;
   }
@@ -121,6 +124,15 @@ void Reducer::finish_posted() {
   // A rank that joined without steps of its own is behind until the end.
   if (is_due && !numbers_.any(Flag::kNeedsState)) compare_replicas();
   stats_.end_step();
+  note_step();
+}
+
+void Reducer::note_step() {
+  if (!gauges_->take_steps(number_)) return;
+  const std::chrono::duration<double, std::milli> waited(stats_.get().waiting_ms);
+  gauges_->end_step(first_step_ + stats_.steps(), stats_.last_end(),
+                    std::chrono::duration_cast<std::chrono::nanoseconds>(waited),
+                    stats_.get().bytes);
 }
 
 // Those that must be equal: of all ranks, or of a part each. All ranks hear of a part that is not.

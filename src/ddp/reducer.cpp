@@ -147,6 +147,7 @@ std::vector<std::string> Reducer::describe() const {
 // the way, ours become no-ops.
 Reducer::~Reducer() {
   hook_target_.reset();
+  gauges_->leave_steps(number_);
   for (const Slot& slot : slots_) {
     if (world_.size() > 1 && !GradientHook::is_on(slot.parameter)) continue;
     GradientHook::remove_expired(torch::autograd::impl::post_acc_grad_hooks(slot.parameter));
@@ -268,6 +269,7 @@ void Reducer::begin_step(Phase phase) {
   lay_out_buckets();
   step_ = {};
   step_.phase = phase;
+  gauges_->set(Doing::kBackward);
   step_.thread = std::this_thread::get_id();
   step_.graph = torch::autograd::get_current_graph_task_id();
   if (phase == Phase::kSynchronised) step_.factor = step_.weight = std::exchange(weight_, 1);
@@ -345,6 +347,7 @@ void Reducer::end_backward() {
     turns_.end_backward();
     if (ends_turn) end_turn();
     if (sharing()) sharing()->set_local(true);
+    gauges_->set(Doing::kComputing);
     ModelWatch::take_fingerprints(slots_);
     return;
   }

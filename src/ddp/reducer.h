@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/gauges.h"
 #include "base/mutex.h"
 #include "ddp/bucket.h"
 #include "ddp/first_gradients.h"
@@ -238,6 +239,7 @@ class Reducer {
   void finish() LOCKSTEP_REQUIRES(mutex_);
   void finish_posted() LOCKSTEP_REQUIRES(mutex_);
   bool is_check_due() const LOCKSTEP_REQUIRES(mutex_);
+  void note_step() LOCKSTEP_REQUIRES(mutex_);
   void compare_replicas() LOCKSTEP_REQUIRES(mutex_);
   void end_step() LOCKSTEP_REQUIRES(mutex_);
   void wait_for_all() LOCKSTEP_REQUIRES(mutex_);
@@ -310,6 +312,7 @@ class Reducer {
   bool are_numbers_apart_ = false;
   std::size_t num_optimized_ = 0;  // parameters of DdpOptions::optimizer
   bool has_buffers_ = false;       // walking a module takes longer than a small step may
+  const std::shared_ptr<Gauges> gauges_ = Gauges::of_process();  // for who looks at the job
   // Null: no hashes are asked for.
   std::unique_ptr<HashLog> hash_log_;
   std::shared_ptr<int> no_sync_depth_ = std::make_shared<int>(0);

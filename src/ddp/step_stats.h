@@ -27,6 +27,7 @@ class StepStats {
   void end(const StepNumbers& numbers, int num_ranks, const std::vector<Bucket>& buckets,
            std::int64_t hook_bytes, Clock::time_point wait_began, Clock::time_point all_done);
   void end_step() { last_end_ = Clock::now(); }
+  Clock::time_point last_end() const { return last_end_; }
 
  private:
   DdpStats stats_;

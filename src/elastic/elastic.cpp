@@ -15,6 +15,7 @@
 #include <exception>
 #include <utility>
 
+#include "base/gauges.h"
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/text.h"
@@ -61,6 +62,7 @@ struct Elastic::Impl {
   std::int64_t steps;
   std::function<void(const ElasticChange&)> on_change = [](const ElasticChange&) {};
   bool is_running = false;
+  const std::shared_ptr<Gauges> gauges = Gauges::of_process();  // for who looks at the job
 
   // As of the last complete step.
   std::vector<std::int64_t> ddp_steps;
@@ -181,6 +183,7 @@ void Elastic::Impl::watch(Reducer& reducer) const {
 
 bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   const bool was_newcomer = !has_state;
+  const DoingScope doing(*gauges, was_newcomer ? Doing::kWaitsToJoin : Doing::kReForming);
   take_back();
   const NextGeneration next =
       world.membership()->wait_for_next(std::max(world.generation(), tried), is_planned, my_kind);

@@ -166,6 +166,15 @@ std::unique_ptr<CLI::App> make_app(Invocation& invocation, Typed& typed) {
                    "A rank that is to leave, by the number that the job's output shows")
       ->check(CLI::NonNegativeNumber)
       ->excludes(ranks);
+  CLI::App* const top = app->add_subcommand(
+      "top", "Show what the ranks of a running job do; without a terminal, once.");
+  top->add_option(
+      "job", invocation.job,
+      "Its --job-id, or the process id of its launcher; not needed if there is one job");
+  top->add_option("--every", invocation.every_s, "Seconds between two looks")
+      ->check(CLI::Range(0.1, 3600.0))
+      ->capture_default_str();
+  app->add_subcommand("jobs", "List the running jobs of this user on this host.");
   app->add_subcommand("secret", "Make a secret for the launchers of several hosts.")
       ->add_option("file", invocation.paths, "A new file for it; without it, it is printed")
       ->expected(0, 1);
@@ -401,12 +410,17 @@ Invocation parse_arguments(const std::vector<std::string>& arguments) {
     invocation.verb = Invocation::Verb::kVerify;
   } else if (app->got_subcommand("scale")) {
     invocation.verb = Invocation::Verb::kScale;
+  } else if (app->got_subcommand("top")) {
+    invocation.verb = Invocation::Verb::kTop;
+  } else if (app->got_subcommand("jobs")) {
+    invocation.verb = Invocation::Verb::kJobs;
   } else if (app->got_subcommand("secret")) {
     invocation.verb = Invocation::Verb::kSecret;
   } else if (app->got_subcommand("completion")) {
     invocation.text = completion(*app);
   } else {
-    throw BadArguments("say what to do: run, scale, inspect, verify, doctor, secret or completion");
+    throw BadArguments(
+        "say what to do: run, top, jobs, scale, inspect, verify, doctor, secret or completion");
   }
   return invocation;
 }

@@ -99,18 +99,27 @@ void wait_for(int socket, short events) {
 
 Control::Control(EventLoop& loop, const std::string& job, Answer answer)
     : loop_(loop), answer_(std::move(answer)) {
-  const std::string in = folder();
-  remove_stale(in);
-  const std::string path = path_of(in, job);
-  const sockaddr_un address = address_of(path);
-  listener_ = Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!listener_ ||
-      ::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
-      ::chmod(path.c_str(), 0600) != 0 || ::listen(listener_.get(), 8) != 0) {
-    throw_errno(text::format("cannot make {}", path),
-                "Another job of this user may have the same --job-id: give each its own.");
+  // Another job that ends may remove the folder in the moment before there is a file in it.
+  constexpr int kTries = 10;
+  std::string path;
+  for (int left = kTries; path_.empty(); --left) {
+    const std::string in = folder();
+    remove_stale(in);
+    path = path_of(in, job);
+    const sockaddr_un address = address_of(path);
+    listener_ = Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (listener_ &&
+        ::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
+      path_ = path;
+    } else if (!listener_ || errno != ENOENT || left == 0) {
+      throw_errno(text::format("cannot make {}", path),
+                  "Another job of this user may have the same --job-id: give each its own.");
+    }
   }
-  path_ = path;
+  if (::chmod(path.c_str(), 0600) != 0 || ::listen(listener_.get(), 8) != 0) {
+    throw_errno(text::format("cannot use {}", path),
+                "Set XDG_RUNTIME_DIR to a folder of your own.");
+  }
   loop_.watch(listener_.get(), POLLIN, [this](short) { accept_one(); });
 }
 
@@ -142,20 +151,34 @@ void Control::accept_one() {
        .closed = [this, number](const std::string&) { connections_.erase(number); }});
 }
 
-Json ask_job(const std::string& job, const Json& request) {
+void remove_dead_jobs() noexcept {
+  try {
+    const std::string in = folder();
+    remove_stale(in);
+    ::rmdir(in.c_str());             // if no other job has one
+  } catch (const std::exception&) {  // NOLINT: there is no such folder of this user's
+  }
+}
+
+std::vector<std::string> running_jobs() {
   const std::string in = folder();
-  const Fd socket = connect_to(path_of(in, job));
+  std::vector<std::string> jobs;
+  for (const std::string& path : sockets_in(in)) {
+    if (connect_to(path)) jobs.push_back(std::filesystem::path(path).stem());
+  }
+  ::rmdir(in.c_str());  // if there is none
+  std::ranges::sort(jobs);
+  return jobs;
+}
+
+Json ask_job(const std::string& job, const Json& request) {
+  const Fd socket = connect_to(path_of(folder(), job));
   if (!socket) {
-    std::vector<std::string> jobs;
-    for (const std::string& path : sockets_in(in)) {
-      if (connect_to(path)) jobs.push_back(std::filesystem::path(path).stem());
-    }
-    ::rmdir(in.c_str());
-    throw UsageError(
-        {.operation = "lockstep"},
-        text::format("There is no elastic job '{}' of this user on this host.\n{}", job,
-                     jobs.empty() ? "None is running here: ask on its first host."
-                                  : "Running: " + text::join(jobs, ", ") + "."));
+    const std::vector<std::string> jobs = running_jobs();
+    throw UsageError({.operation = "lockstep"},
+                     text::format("There is no job '{}' of this user on this host.\n{}", job,
+                                  jobs.empty() ? "None is running here: ask on its first host."
+                                               : "Running: " + text::join(jobs, ", ") + "."));
   }
   const std::string frame = to_frame(Json::to_cbor(request));
   wait_for(socket.get(), POLLOUT);

@@ -1,14 +1,16 @@
-// Control: a socket by which a person asks a running job for something: `lockstep scale JOB -n 3`.
+// Control: a socket by which a person asks a running job for something: what it does
+// (`lockstep top`), or another number of ranks (`lockstep scale JOB -n 3`).
 //
-// It is a file of this user's, named after the job: its --job-id, or the launcher's process. Files
-// of launchers that were killed are removed by the next one that starts. Threading: the event
-// loop's.
+// It is a file of this user's, named after the job: its --job-id, or the launcher's process. The
+// guard removes it if the launcher is killed, the next job's launcher if both are. Threading: the
+// event loop's.
 #pragma once
 
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/json.h"
 #include "launch/connection.h"
@@ -40,5 +42,11 @@ class Control {
 
 // What the job answers. Throws: UsageError if there is no such job, or with its refusal.
 Json ask_job(const std::string& job, const Json& request);
+
+// Of this user on this host, in the order of their names.
+std::vector<std::string> running_jobs();
+
+// Removes the files of launchers that were killed.
+void remove_dead_jobs() noexcept;
 
 }  // namespace lockstep

@@ -116,6 +116,8 @@ void Coordinator::on_message(const std::shared_ptr<Connection>& connection, cons
          {"answer", answer(found->first, message.at("place").get<int>(), message.at("request"))}});
   } else if (type == "seat_end") {
     on_seat_end(found->first, message.at("seat").get<SeatEnd>());
+  } else if (type == "looked") {
+    found->second.ranks = message.at("ranks").get<std::vector<RankStatus>>();
   } else if (type == "drain" && elastic_) {
     if (static_cast<int>(members_.size()) - 1 < options_.min_hosts) {
       return report({.host_rank = found->first,
@@ -257,6 +259,18 @@ Json Coordinator::answer(int host_rank, int place, const Json& request) try {
   return store_.answer(request);
 } catch (const Json::exception& error) {
   return {{"error", error.what()}};
+}
+
+JobStatus Coordinator::status() {
+  JobStatus status{.num_hosts = static_cast<int>(members_.size()),
+                   .generation = elastic_ ? elastic_->generation() : generation_,
+                   .ranks = host_.look()};
+  for (const auto& [_, member] : members_) {
+    if (!member.connection) continue;
+    member.connection->send({{"type", "look"}});
+    status.ranks.insert(status.ranks.end(), member.ranks.begin(), member.ranks.end());
+  }
+  return status;
 }
 
 void Coordinator::order(int host_rank, const Json& what) {

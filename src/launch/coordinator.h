@@ -22,6 +22,7 @@
 #include "launch/key_value.h"
 #include "launch/output.h"
 #include "launch/run_options.h"
+#include "launch/status.h"
 #include "launch/takeover.h"
 #include "launch/tls.h"
 
@@ -80,6 +81,8 @@ class Coordinator : public Leader {
   void step_down(const std::string& reason);
 
   ElasticJob* elastic() { return elastic_ ? &*elastic_ : nullptr; }
+  // Asks the other hosts, too: what is said of them is what they told when they were asked before.
+  JobStatus status();
 
   // Whether all other hosts have said goodbye, after the end.
   bool is_alone() const;
@@ -90,6 +93,7 @@ class Coordinator : public Leader {
     int num_ranks = 0;
     std::shared_ptr<Connection> connection = {};  // null: this host
     bool has_ended = false;
+    std::vector<RankStatus> ranks = {};  // of another host, as it has told last
   };
 
   void open_door();

@@ -176,6 +176,9 @@ void Host::start_rank(int local_rank, int number, const Share& share, bool is_ne
   } else if (options_.is_elastic && !Environment::of_process().has("LOCKSTEP_LOGICAL_RANKS")) {
     command.variables["LOCKSTEP_LOGICAL_RANKS"] = std::to_string(generation_.world_size);
   }
+  rank.gauges = make_gauges();
+  command.variables[kGaugesVariable] = gauges_address(rank.gauges.get());
+  command.inherited_fds.push_back(rank.gauges.get());
   if (options_.is_elastic) {
     command.variables[kNoticeVariable] = std::to_string(notice_.get());
     command.inherited_fds.push_back(notice_.get());
@@ -288,6 +291,21 @@ std::vector<SeatState> Host::seats() const {
     all.push_back(rank.state);
     all.back().has_ended = rank.end.has_value();
     all.back().has_failed = rank.end && !rank.end->is_ok();
+  }
+  return all;
+}
+
+std::vector<RankStatus> Host::look() const {
+  std::vector<RankStatus> all;
+  for (const Rank& rank : ranks_) {
+    if (rank.pid <= 0) continue;
+    RankStatus& status = all.emplace_back();
+    status.number = rank.number;
+    status.host = options_.host_rank;
+    status.host_name = host_name();
+    status.pid = rank.pid;
+    if (rank.end) status.end = rank.end->text();
+    look_at(status, rank.gauges.get());
   }
   return all;
 }

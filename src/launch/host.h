@@ -15,6 +15,7 @@
 #include "launch/job.h"
 #include "launch/output.h"
 #include "launch/run_options.h"
+#include "launch/status.h"
 #include "launch/takeover.h"
 
 namespace lockstep {
@@ -42,6 +43,8 @@ class Host {
   bool is_running() const { return is_running_; }  // processes of ranks may be there
   // Of an elastic job: all places, also of ranks that have ended.
   std::vector<SeatState> seats() const;
+  // What they do, for people; of ranks that have ended, how.
+  std::vector<RankStatus> look() const;
 
  private:
   using Clock = EventLoop::Clock;
@@ -54,6 +57,7 @@ class Host {
     std::optional<ExitStatus> end = {};
     bool is_newcomer = false;
     bool is_lost = false;  // and the job goes on
+    Fd gauges = {};        // memory in which it says what it does (base/gauges.h)
     Fd lifeline = {};      // of an elastic job, until it is watched (base/lifeline.h)
     SeatState state = {};  // its part in an elastic job, but for how it ended
     Clock::time_point began = {};

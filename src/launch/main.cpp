@@ -15,6 +15,7 @@
 #include "launch/inspect.h"
 #include "launch/run.h"
 #include "launch/tls.h"
+#include "launch/top.h"
 #include "launch/verify.h"
 
 namespace {
@@ -69,6 +70,10 @@ int main(int argc, char** argv) try {
       text::print("{}\n", ask_job(invocation.job, request).get<std::string>());
       return 0;
     }
+    case Invocation::Verb::kTop:
+      return run_top(invocation.job, invocation.every_s);
+    case Invocation::Verb::kJobs:
+      return print_jobs();
     case Invocation::Verb::kSecret:
       if (invocation.paths.empty()) {
         text::print("{}\n", make_secret());
@@ -76,12 +81,15 @@ int main(int argc, char** argv) try {
         write_secret(invocation.paths[0]);
       }
       return 0;
-    case Invocation::Verb::kRun:
+    case Invocation::Verb::kRun: {
       if (invocation.run.is_dry) {
         text::print("{}", describe_run(invocation.run));
         return 0;
       }
-      return run_guarded([&] { return run(invocation.run); }, invocation.run.stop_grace);
+      const int code = run_guarded([&] { return run(invocation.run); }, invocation.run.stop_grace);
+      if (code > 128) remove_dead_jobs();  // by a signal
+      return code;
+    }
   }
   return 0;
 } catch (const lockstep::BadArguments& error) {

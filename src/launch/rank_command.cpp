@@ -23,7 +23,7 @@ std::map<std::string, std::string> variables_of(const RankPlace& place) {
 
 void pass_store(Command& command, int store_fd) {
   command.variables["LOCKSTEP_STORE"] = text::format("fd:{}", store_fd);
-  command.inherited_fds = {store_fd};
+  command.inherited_fds.push_back(store_fd);
 }
 
 Command rank_command(std::vector<std::string> arguments, int rank, int size, int store_fd) {

@@ -166,6 +166,8 @@ void RemoteLeader::on_message(const Json& message) {
     host_.finish(cause.is_null() ? std::nullopt : std::optional(cause.get<StopCause>()));
   } else if (type == "seat") {
     host_.obey(message);
+  } else if (type == "look") {
+    connection_->send({{"type", "looked"}, {"ranks", host_.look()}});
   } else if (type == "answer") {
     const auto found = questions_.find(message.at("id").get<std::int64_t>());
     if (found == questions_.end()) return;

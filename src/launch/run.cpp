@@ -16,6 +16,7 @@
 #include "launch/coordinator.h"
 #include "launch/guard.h"
 #include "launch/host.h"
+#include "launch/status.h"
 
 namespace lockstep {
 namespace {
@@ -24,6 +25,20 @@ constexpr auto kGoodbye = std::chrono::seconds(3);    // for other hosts to hear
 constexpr auto kResigning = std::chrono::seconds(2);  // for etcd, whose lease ends by itself else
 constexpr auto kReading = std::chrono::seconds(5);    // for readers, once told to stop
 constexpr auto kLastWord = std::chrono::seconds(1);   // for them to hear what is not written
+
+// By which people reach this job. Several of its hosts may be one machine: the second one's socket
+// says which host it is.
+std::unique_ptr<Control> open_control(EventLoop& loop, const RunOptions& options, std::string& name,
+                                      const Control::Answer& answer) {
+  name = options.job_id.empty() ? std::to_string(::getppid()) : options.job_id;
+  try {
+    return std::make_unique<Control>(loop, name, answer);
+  } catch (const SystemError&) {
+    if (options.num_hosts == 1) throw;
+    name += text::format(".host{}", options.host_rank);
+    return std::make_unique<Control>(loop, name, answer);
+  }
+}
 
 }  // namespace
 
@@ -75,18 +90,40 @@ int run(const RunOptions& options) {
   } else {
     remote = std::make_unique<RemoteLeader>(loop, output, host, options);
   }
-  std::optional<Control> control;
-  if (options.is_elastic && !remote) {
-    const std::string name = options.job_id.empty() ? std::to_string(::getppid()) : options.job_id;
-    try {
-      control.emplace(loop, name, [&](const Json& request) {
-        Coordinator* const here = candidate ? candidate->coordinator() : coordinator.get();
-        if (here != nullptr) return here->elastic()->obey(request);
-        throw UsageError({.operation = "scale"},
-                         "Another host coordinates this job now.\nAsk there.");
-      });
-    } catch (const Error& error) {
-      output.say("warning: lockstep scale cannot reach this job: " + error.message());
+  const auto began = EventLoop::Clock::now();
+  std::string name;
+  const auto answer = [&](const Json& request) -> Json {
+    Coordinator* const here = candidate ? candidate->coordinator() : coordinator.get();
+    if (request.value("ask", "") == "status") {
+      JobStatus status = here != nullptr
+                             ? here->status()
+                             : JobStatus{.note =
+                                             "Another host coordinates this job: here are "
+                                             "the ranks of this one.",
+                                         .ranks = host.look()};
+      status.job = name;
+      std::vector<std::string> command = options.command;
+      command.front() = command.front().substr(command.front().rfind('/') + 1);
+      status.program = text::join(command, " ");
+      status.pid = ::getppid();
+      status.seconds = std::chrono::duration<double>(EventLoop::Clock::now() - began).count();
+      status.is_elastic = options.is_elastic;
+      return status;
+    }
+    if (!options.is_elastic) {
+      throw UsageError({.operation = "scale"},
+                       "The job is not elastic: its number of ranks is fixed.\nStart it with "
+                       "lockstep run --elastic.");
+    }
+    if (here != nullptr) return here->elastic()->obey(request);
+    throw UsageError({.operation = "scale"}, "Another host coordinates this job.\nAsk there.");
+  };
+  std::unique_ptr<Control> control;
+  try {
+    control = open_control(loop, options, name, answer);
+  } catch (const Error& error) {
+    if (options.is_elastic || options.is_verbose) {
+      output.say("warning: lockstep top and scale cannot reach this job: " + error.message());
     }
   }
   while (!host.exit_code()) loop.run_once();

@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "base/gauges.h"
 #include "base/posix.h"
 #include "base/text.h"
 
@@ -90,12 +91,27 @@ std::string field(int number, float value) { return field_key(number, 5) + bytes
 
 }  // namespace
 
+void show_loss(std::int64_t step, double loss) {
+  static const std::shared_ptr<Gauges> gauges =
+      Gauges::of_process();  // the process's, not a world's
+  gauges->set_loss(step, loss);
+}
+
+namespace {
+
+void show(std::int64_t step, const Values& values) {
+  if (const auto loss = values.find("loss"); loss != values.end()) show_loss(step, loss->second);
+}
+
+}  // namespace
+
 JsonLines::JsonLines(const std::string& path, const World& world) : path_(path) {
   if (world.rank() == 0) file_ = open_for_appending(path);
 }
 
 void JsonLines::write(std::int64_t step, const Values& values) {
   if (!file_) return;
+  show(step, values);
   nlohmann::ordered_json line = {{"step", step},
                                  {"time", std::round(seconds_since_1970() * 1000) / 1000}};
   for (const auto& [name, value] : values) {
@@ -118,6 +134,7 @@ TensorBoard::TensorBoard(const std::string& folder, const World& world) {
 
 void TensorBoard::write(std::int64_t step, const Values& values) {
   if (!file_) return;
+  show(step, values);
   std::string summary;
   for (const auto& [name, value] : values) {
     summary += field(1, field(1, name) + field(2, static_cast<float>(value)));

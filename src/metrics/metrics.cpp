@@ -182,6 +182,7 @@ std::string ProgressBar::text(std::int64_t step, double loss, double samples_per
 
 void ProgressBar::update(std::int64_t step, double loss, double samples_per_second) {
   if (!is_shown_) return;
+  show_loss(step, loss);
   const auto now = Clock::now();
   const auto every = width_ > 0 ? Clock::duration(kDrawEvery) : Clock::duration(kLineEvery);
   const bool is_last = step >= total_;

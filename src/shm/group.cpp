@@ -214,6 +214,7 @@ bool Group::wait_until(const Request& request, TimePoint until) {
 bool Group::wait_locked(const Request& request, TimePoint until) {
   const auto start = Clock::now();
   BoardWait board_wait(until == kNoLimit ? options_.channel.get() : nullptr, request.number);
+  GaugeWait shown(options_.gauges.get());
   auto last_check = start;
   auto spin_until = start + options_.spin;
   bool has_warned = false;
@@ -235,6 +236,7 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
       if (!has_moved) ::sched_yield();
       continue;
     }
+    show_wait(shown, request, start);
     Sleep sleep(peers_.self());
     if (progress(true)) continue;
     if (is_done(request)) return true;
@@ -268,6 +270,24 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     throw_if_failed();
     spin_until = Clock::now() + std::min(options_.spin, kShortSpin);
   }
+}
+
+void Group::show_wait(GaugeWait& wait, const Request& request, TimePoint since) const {
+  if (!options_.gauges) return;
+  if (const auto* message = dynamic_cast<const MessageRequest*>(&request)) {
+    return wait.show(kWaitsForMessage, peers_.global_rank(message->message.peer), since);
+  }
+  const auto kind = static_cast<const OperationRequest&>(request).operation.kind;
+  const std::vector<int> missing = missing_ranks();
+  wait.show(1 + static_cast<std::int32_t>(kind),
+            missing.empty() ? -1 : peers_.global_rank(missing.front()), since);
+}
+
+int Group::first_missing() {
+  const MutexLock lock(mutex_);
+  if (pieces_.is_idle()) return -1;
+  const std::vector<int> missing = missing_ranks();
+  return missing.empty() ? -1 : peers_.global_rank(missing.front());
 }
 
 Activity Group::activity_of(const Request& request) const {

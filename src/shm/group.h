@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "base/gauges.h"
 #include "base/mutex.h"
 #include "collective/runner.h"
 #include "shm/areas.h"
@@ -45,6 +46,8 @@ struct GroupOptions {
   bool is_attended = false;
   // Where deaths are events: whether one of the ranks has died. Waits then look for it at once.
   std::function<bool()> has_ended = {};
+  // Where this rank shows for whom it waits; null: a caller does.
+  std::shared_ptr<Gauges> gauges = {};
 };
 
 // Gives every rank the texts of all ranks, in the order of ranks. Used while a group is made.
@@ -84,6 +87,8 @@ class Group final : public collective::Runner, public std::enable_shared_from_th
 
   // For one that waits elsewhere: throws if a rank has failed, or has died before it left.
   void check_peers(const Activity& activity);
+  // The first rank, by its global rank, that has not posted what is waited for; -1: there is none.
+  int first_missing();
   // Says that this rank waits for one outside the group, by its global rank; -1: for none any more.
   // Those who wait for this rank then let it report the timeout first.
   void set_waiting_outside(int global_rank) noexcept {
@@ -125,6 +130,8 @@ class Group final : public collective::Runner, public std::enable_shared_from_th
   std::string describe(int peer) const;
   std::vector<int> missing_ranks() const LOCKSTEP_REQUIRES(mutex_);
   void warn_of(const Request& request) const LOCKSTEP_REQUIRES(mutex_);
+  void show_wait(GaugeWait& wait, const Request& request, TimePoint since) const
+      LOCKSTEP_REQUIRES(mutex_);
   void time_out(const Request& request, std::chrono::milliseconds timeout,
                 std::chrono::nanoseconds waited) const LOCKSTEP_REQUIRES(mutex_);
   [[noreturn]] void fail(std::exception_ptr error) LOCKSTEP_REQUIRES(mutex_);

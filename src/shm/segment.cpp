@@ -37,12 +37,6 @@ void check_file_size(std::size_t bytes) {
   }
 }
 
-// 0 if there is no such file.
-std::uint64_t inode_of(int fd) {
-  struct stat status {};
-  return ::fstat(fd, &status) == 0 ? status.st_ino : 0;
-}
-
 std::byte* map(int fd, std::size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/env.h"
+#include "base/gauges.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "collective/leaves.h"
@@ -200,6 +201,9 @@ std::shared_ptr<World::State> World::wait_as_newcomer(const JoinOptions& options
   state->engine = options.engine;
   state->generation = -1;
   state->is_waiting = true;
+  const auto gauges = Gauges::of_process();
+  gauges->set_place(-1, 0, -1);
+  gauges->set(Doing::kStarting);
   state->membership = std::make_shared<Membership>(
       open_store(placement, options.join_timeout).store, *placement.notice_fd, options, placement);
   return state;
@@ -284,6 +288,9 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const P
   open.store->setTimeout(options.timeout);
   state->context = context;
   state->context.connect_timeout = options.join_timeout;
+  const auto gauges = Gauges::of_process();
+  gauges->set_place(placement.rank, placement.size, placement.generation);
+  gauges->set(Doing::kComputing);
   if (!before) announce(log, context, choice);
   return state;
 }

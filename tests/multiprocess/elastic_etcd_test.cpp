@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -15,6 +13,7 @@
 
 #include "base/json.h"
 #include "base/text.h"
+#include "multiprocess/elastic_run.h"
 #include "support/etcd_server.h"
 #include "support/has.h"
 #include "support/job.h"
@@ -22,18 +21,10 @@
 namespace lockstep::test {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr int kHosts = 3;
 constexpr int kTrainedSteps = 500;
 constexpr auto kPatience = std::chrono::seconds(30);
 const std::string kKey = "/lockstep/takeover/coordinator";
-
-// "weights 7e7ebedc908282ec after 30 steps, sum 30, lr 0.1"
-std::string weights_of(const std::string& out) {
-  const std::size_t at = out.find("weights ");
-  return at == std::string::npos ? "none" : out.substr(at, out.find(", ", out.find("lr ")) - at);
-}
 
 class ElasticEtcd : public testing::Test {
  protected:
@@ -95,19 +86,7 @@ class ElasticEtcd : public testing::Test {
     jobs_.erase(host);
   }
 
-  // The last step that a rank has begun.
-  int last_step() {
-    int last = -1;
-    for (const auto& entry : fs::directory_iterator(folder_.path())) {
-      if (!entry.path().filename().string().starts_with("samples.")) continue;
-      std::ifstream file(entry.path());
-      int step = 0;
-      for (std::string line; std::getline(file, line);) {
-        if (std::istringstream(line) >> step) last = std::max(last, step);
-      }
-    }
-    return last;
-  }
+  int last_step() { return test::last_step(folder_.path()); }
   // Until a rank has begun `step`; throws std::runtime_error.
   void wait_for_step(int step) {
     const auto limit = std::chrono::steady_clock::now() + kPatience;
@@ -177,7 +156,7 @@ TEST_F(ElasticEtcd, TwoCoordinatorsAreLostAndNoBitChanges) {
     out += job->out();
     err += job->err();
   }
-  EXPECT_EQ(weights_of(out), weights_of(undisturbed.out)) << texts();
+  EXPECT_EQ(result_of(out), result_of(undisturbed.out)) << texts();
   EXPECT_TRUE(has(err, "has taken over: host ")) << err;
   EXPECT_TRUE(has(jobs_.at(third)->out(), "left")) << texts();
   EXPECT_FALSE(has(out, "generation 0")) << out;

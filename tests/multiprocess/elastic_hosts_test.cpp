@@ -109,8 +109,7 @@ TEST(ElasticHosts, AShardedModelIsTakenFromAnotherHost) {
 TEST(ElasticHosts, ALostHostIsReplaced) {
   const Folder folder;
   TwoHosts hosts(folder, "cnn", 500, "1:2", {"sleep=10"});
-  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
-  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  wait_for_step(folder.path(), 10);
   hosts.kill(1);
   hosts.job(0).wait_for_output("host 1 was lost with rank 2, 3");
   hosts.job(0).wait_for_output(": 2 ranks at step ");
@@ -126,8 +125,7 @@ TEST(ElasticHosts, ALostHostIsReplaced) {
 TEST(ElasticHosts, AHostThatIsToldToStopLeavesAtTheEndOfAStep) {
   const Folder folder;
   TwoHosts hosts(folder, "cnn", 400, "1:2", {"sleep=10"});
-  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
-  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  wait_for_step(folder.path(), 10);
   hosts.job(1).signal(SIGTERM);
   EXPECT_EQ(hosts.job(1).wait().code, 0) << hosts.job(1).err();
   EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();
@@ -139,8 +137,7 @@ TEST(ElasticHosts, AHostThatIsToldToStopLeavesAtTheEndOfAStep) {
 TEST(ElasticHosts, WithoutTheFirstHostTheJobStops) {
   const Folder folder;
   TwoHosts hosts(folder, "cnn", 4000, "1:2", {"sleep=10"});
-  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
-  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  wait_for_step(folder.path(), 10);
   hosts.kill(0);
   EXPECT_EQ(hosts.job(1).wait().code, 75) << hosts.job(1).err();
 }
@@ -151,8 +148,7 @@ TEST(ElasticHosts, AfterACutOneSideGoesOn) {
   NetHosts net(2);
   const Folder folder;
   TwoHosts hosts(folder, "cnn", 900, "1:2", {"sleep=10"}, &net);
-  hosts.job(0).wait_for_output("4 ranks on 2 hosts");
-  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  wait_for_step(folder.path(), 10);
   net.cut(1);
   EXPECT_EQ(hosts.job(1).wait().code, 75) << hosts.job(1).err();
   EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();

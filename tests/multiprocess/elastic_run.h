@@ -5,13 +5,16 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <set>
 #include <sstream>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -71,6 +74,31 @@ inline std::string expected(const std::string& model, int steps) {
             .out);
   }
   return result;
+}
+
+// The last step that a rank has begun, as trainers write it to this folder; -1: none.
+inline int last_step(const std::string& folder) {
+  int last = -1;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (!entry.path().filename().string().starts_with("samples.")) continue;
+    std::ifstream file(entry.path());
+    int step = 0;
+    for (std::string line; std::getline(file, line);) {
+      if (std::istringstream(line) >> step) last = std::max(last, step);
+    }
+  }
+  return last;
+}
+
+// From the second step on, all ranks are where losses are survived. Throws std::runtime_error.
+inline void wait_for_step(const std::string& folder, int step) {
+  const auto limit = std::chrono::steady_clock::now() + kDeadline;
+  while (last_step(folder) < step) {
+    if (std::chrono::steady_clock::now() > limit) {
+      throw std::runtime_error("step " + std::to_string(step) + " was not reached");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
 }
 
 // Each logical rank had the same samples in a step whoever played it, and in each epoch each sample

@@ -264,7 +264,8 @@ TEST(ElasticRandomKill, EveryRunEndsWithTheSameWeights) {
     Job job(arguments(folder, model, kSteps, {"shard=" + shard, "sleep=5"}), its);
     int in_this_run = 0;
     for (; in_this_run < 3; ++in_this_run) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(in_this_run == 0 ? 1200 : 100) +
+      if (in_this_run == 0) wait_for_step(folder.path(), 2);
+      std::this_thread::sleep_for(std::chrono::milliseconds(100) +
                                   std::chrono::microseconds(pick(400'000)));
       std::vector<pid_t> ranks;
       for (const pid_t pid : job.processes()) {

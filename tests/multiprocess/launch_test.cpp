@@ -39,7 +39,7 @@ TEST(Launch, BadArgumentsAreOneSentenceAndExitCode2) {
   const std::string file = testing::TempDir() + "not-executable";
   std::ofstream(file) << "no program";
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{}, "say what to do: run, scale, inspect, verify, doctor, secret or completion"},
+      {{}, "say what to do: run, top, jobs, scale, inspect, verify, doctor, secret or completion"},
       {{"dance"}, "dance"},
       {{"inspect"}, "path"},
       {{"inspect", "a", "b"}, "one path, or --diff and two"},
@@ -182,7 +182,7 @@ TEST(Launch, RanksGetTheirShareOfCores) {
 }
 
 TEST(Launch, RanksInheritNothingElse) {
-  int expected = 5;                    // standard streams, the store, and the blames
+  int expected = 6;                    // standard streams, the store, blames, and gauges
   for (int fd = 3; fd < 1024; ++fd) {  // what whoever runs the tests passes on to everybody
     const int flags = ::fcntl(fd, F_GETFD);
     expected += flags >= 0 && (flags & FD_CLOEXEC) == 0 ? 1 : 0;

@@ -116,6 +116,7 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
   shm::BoardWait board_wait(until == kNoLimit ? channel_.get() : nullptr, request.number);
   auto next_check = Clock::now() + kPeerCheckInterval;
   shm::neighbours::Looks looks;
+  GaugeWait shown(gauges_.get());
   const MutexLock lock(mutex_);
   while (!request.is_done) {
     throw_if_failed();
@@ -127,9 +128,21 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
     looks.look(nullptr, true, now);
     if (now < next_check) continue;
     next_check = now + kPeerCheckInterval;
+    show_wait(shown, request, start);
     check_wait(request, until == kNoLimit ? now - start : Clock::duration::zero(), board_wait);
   }
   return true;
+}
+
+void Hierarchy::show_wait(GaugeWait& wait, const Request& request, TimePoint since) {
+  const auto waiting = wire_.waiting();
+  const int other = waiting && waiting->peer >= 0 ? global_rank(waiting->peer) : -1;
+  if (const auto* task = dynamic_cast<const MessageTask*>(&request)) {
+    const int peer = task->message.peer;
+    return wait.show(kWaitsForMessage, peer < 0 ? -1 : global_rank(peer), since);
+  }
+  wait.show(1 + static_cast<std::int32_t>(static_cast<const Task&>(request).operation.kind),
+            other >= 0 ? other : local_->first_missing(), since);
 }
 
 // On the thread of a caller that waits, and not for the first time.

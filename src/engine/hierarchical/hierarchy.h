@@ -16,6 +16,7 @@
 #include <memory>
 #include <thread>
 
+#include "base/gauges.h"
 #include "base/mutex.h"
 #include "collective/runner.h"
 #include "engine/hierarchical/layout.h"
@@ -64,6 +65,8 @@ class Hierarchy final : public collective::Runner {
   void interrupt(std::exception_ptr cause) LOCKSTEP_REQUIRES(mutex_);
   void check_wait(const collective::Request& request, std::chrono::steady_clock::duration waited,
                   shm::BoardWait& board_wait) LOCKSTEP_EXCLUDES(mutex_);
+  void show_wait(GaugeWait& wait, const collective::Request& request, TimePoint since)
+      LOCKSTEP_EXCLUDES(mutex_);
   void check_peers(const Activity& activity);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
   void check(const collective::Message& message) const;
@@ -79,6 +82,7 @@ class Hierarchy final : public collective::Runner {
   const std::shared_ptr<shm::BoardChannel> channel_;  // may be none
   const std::function<bool()> has_ended_;             // a rank is lost; may be none
   Wire wire_;
+  const std::shared_ptr<Gauges> gauges_ = Gauges::of_process();  // for who looks at the job
 
   Mutex mutex_;
   Condition changed_;

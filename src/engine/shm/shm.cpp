@@ -34,7 +34,10 @@ std::shared_ptr<shm::Group> connect_by_memory(const EngineContext& context,
   // With other hosts a thread waits beside the one that computes; here the waiting one has the core
   // for itself, and polling for longer was faster (docs/design/0003).
   options.is_attended = options.describe != nullptr;
-  if (!options.is_attended) options.spin = std::chrono::milliseconds(2);
+  if (!options.is_attended) {
+    options.spin = std::chrono::milliseconds(2);
+    options.gauges = Gauges::of_process();
+  }
   return std::make_shared<shm::Group>(std::move(options), exchange);
 }
 
