@@ -49,6 +49,9 @@ target_link_libraries(lockstep_launcher PUBLIC lockstep_launch lockstep_archive 
                       OpenSSL::Crypto ${CURSES_LIBRARIES} ${CMAKE_DL_LIBS})
 # Its header makes macros of common words.
 set_source_files_properties(src/launch/top_screen.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+if(NOT CURSES_INCLUDE_DIRS IN_LIST CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES)
+  set_property(SOURCE src/launch/top_screen.cpp PROPERTY INCLUDE_DIRECTORIES ${CURSES_INCLUDE_DIRS})
+endif()
 # Alone: only this file sees httplib and its definitions.
 set_source_files_properties(src/launch/etcd.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON
                             COMPILE_DEFINITIONS "${httplib_features}")

@@ -54,8 +54,10 @@ std::shared_ptr<Gauges> Gauges::of_process() {
       ::mmap(nullptr, sizeof(GaugeValues), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) return std::make_shared<Gauges>();  // NOLINT: the system's macro casts
   auto* const values = static_cast<GaugeValues*>(memory);
-  values->loss_step = values->loss_step == 0 && values->version == 0 ? -1 : values->loss_step;
-  store(values->version, kVersion);
+  if (values->version == 0) {
+    *values = GaugeValues();
+    store(values->version, kVersion);
+  }
   return {new Gauges(values), [memory](Gauges* gauges) {
             delete gauges;
             ::munmap(memory, sizeof(GaugeValues));

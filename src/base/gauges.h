@@ -67,7 +67,7 @@ class Gauges {
 
   void set_place(int rank, int size, int generation);
   void set(Doing doing) { store(values_->doing, doing); }
-  Doing doing() const { return std::atomic_ref(values_->doing).load(std::memory_order_relaxed); }
+  Doing doing() const { return load(values_->doing); }
   void begin_wait(std::int32_t what, std::int32_t for_rank,
                   std::chrono::steady_clock::time_point since);
   void end_wait() { store(values_->wait_what, 0); }
@@ -76,7 +76,7 @@ class Gauges {
   void leave_steps(int model);
   void end_step(std::int64_t steps, std::chrono::steady_clock::time_point now,
                 std::chrono::nanoseconds waited, std::int64_t bytes);
-  void add_samples(std::int64_t count) { store(values_->samples, values_->samples + count); }
+  void add_samples(std::int64_t count) { store(values_->samples, load(values_->samples) + count); }
   void set_loss(std::int64_t step, double loss);
 
  private:
@@ -84,6 +84,11 @@ class Gauges {
   template <typename T>
   static void store(T& word, std::type_identity_t<T> value) {
     std::atomic_ref(word).store(value, std::memory_order_relaxed);
+  }
+
+  template <typename T>
+  static T load(T& word) {
+    return std::atomic_ref(word).load(std::memory_order_relaxed);
   }
 
   GaugeValues own_ = {};

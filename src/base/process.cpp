@@ -139,6 +139,11 @@ bool is_ending(const ProcessId& process) {
   return !is_alive(process) || (read_stat(process.pid).flags & kExiting) != 0;
 }
 
+bool is_stopped(pid_t pid) {
+  const char state = read_stat(pid).state;
+  return state == 'T' || state == 't';
+}
+
 std::string describe_end(const ProcessId& process) {
   const Stat stat = read_stat(process.pid);
   const bool is_zombie = stat.start_time == process.start_time && stat.state == 'Z';

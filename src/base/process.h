@@ -37,6 +37,9 @@ bool is_alive(const ProcessId& process);
 // True from the moment in which the process can do nothing any more: it may still be taken apart.
 bool is_ending(const ProcessId& process);
 
+// Somebody has stopped it (SIGSTOP), or debugs it.
+bool is_stopped(pid_t pid);
+
 // What became of a process that is not alive: "was killed by signal 9 (Killed)" as long as its
 // parent has not waited for it, later only "has ended".
 std::string describe_end(const ProcessId& process);

@@ -57,9 +57,7 @@ void Reducer::finish() {
   post_rest(true);
   try {
     finish_posted();
-    gauges_->set(Doing::kComputing);
   } catch (const Error& error) {
-    gauges_->set(Doing::kComputing);
     if (step_.phase != Phase::kIdle) drop_failed_step(error.kind());
     throw;
   }

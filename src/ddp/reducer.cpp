@@ -375,6 +375,7 @@ void Reducer::end_backward() {
 void Reducer::finish_all(std::vector<Reducer*> reducers, bool are_followed) {
   std::ranges::sort(reducers, {}, &Reducer::number_);
   std::exception_ptr first;
+  const auto gauges = reducers.empty() ? std::make_shared<Gauges>() : reducers.front()->gauges_;
   const auto for_all = [&](const auto& call) {
     for (Reducer*& one : reducers) {
       if (one == nullptr) continue;
@@ -396,6 +397,7 @@ void Reducer::finish_all(std::vector<Reducer*> reducers, bool are_followed) {
     const MutexLock lock(one.mutex_);
     one.finish();
   });
+  gauges->set(Doing::kComputing);
   if (first) std::rethrow_exception(first);
 }
 

@@ -183,7 +183,7 @@ void Elastic::Impl::watch(Reducer& reducer) const {
 
 bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   const bool was_newcomer = !has_state;
-  const DoingScope doing(*gauges, was_newcomer ? Doing::kWaitsToJoin : Doing::kReForming);
+  gauges->set(was_newcomer ? Doing::kWaitsToJoin : Doing::kReForming);
   take_back();
   const NextGeneration next =
       world.membership()->wait_for_next(std::max(world.generation(), tried), is_planned, my_kind);
@@ -204,6 +204,7 @@ bool Elastic::Impl::reform(bool is_planned, const std::exception_ptr& error) {
   }
   attach();
   mark();
+  gauges->set(Doing::kComputing);
   tell({.generation = next.number,
         .size = next.size,
         .step = steps,

@@ -24,24 +24,41 @@ namespace lockstep {
 namespace {
 
 constexpr int kAnswerMs = 10'000;
+constexpr int kMostWaiting = 64;  // to be heard
 
-// This user's alone, or it is not used.
-std::string folder() {
-  const Environment environment = Environment::of_process();
-  const auto own = environment.get("XDG_RUNTIME_DIR");
-  const std::string path =
-      own ? *own + "/lockstep"
-          : text::format("{}/lockstep-{}", environment.get("TMPDIR").value_or("/tmp"), ::geteuid());
+bool is_private(const std::string& path) {
   struct stat status {};
-  if ((::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) ||
-      ::lstat(path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode) ||
-      status.st_uid != ::geteuid() || (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
-    throw UsageError({.operation = "lockstep"},
-                     text::format("The folder {} for sockets of jobs is not this user's alone.\n"
-                                  "Remove it, or set XDG_RUNTIME_DIR to a folder of your own.",
-                                  path));
+  return ::lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode) &&
+         status.st_uid == ::geteuid() && (status.st_mode & (S_IRWXG | S_IRWXO)) == 0;
+}
+
+// Where files may be, by preference: shells and batch jobs of one user have other variables.
+std::vector<std::string> folders() {
+  const Environment environment = Environment::of_process();
+  std::vector<std::string> all;
+  if (const auto own = environment.get("XDG_RUNTIME_DIR"); own && is_private(*own)) {
+    all.push_back(*own + "/lockstep");
   }
-  return path;
+  const std::string name = text::format("/lockstep-{}", ::geteuid());
+  for (const std::string& in : {environment.get("TMPDIR").value_or("/tmp"), std::string("/tmp")}) {
+    if (std::ranges::find(all, in + name) == all.end()) all.push_back(in + name);
+  }
+  return all;
+}
+
+// This user's alone, or it is not used. Another job that ends may remove it at any moment.
+std::string make_folder() {
+  constexpr int kTries = 10;
+  const std::string path = folders().front();
+  for (int left = kTries; left > 0; --left) {
+    if (::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) break;
+    if (is_private(path)) return path;
+    if (errno != ENOENT) break;
+  }
+  throw UsageError({.operation = "lockstep"},
+                   text::format("The folder {} for sockets of jobs is not this user's alone.\n"
+                                "Remove it, or set XDG_RUNTIME_DIR to a folder of your own.",
+                                path));
 }
 
 std::string path_of(const std::string& folder, const std::string& job) {
@@ -63,8 +80,9 @@ sockaddr_un address_of(const std::string& path) {
   return address;
 }
 
+// Nothing, and EAGAIN, if so many wait for an answer that the launcher must be stopped.
 Fd connect_to(const std::string& path) {
-  Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const sockaddr_un address = address_of(path);
   if (!socket ||
       ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
@@ -76,49 +94,61 @@ Fd connect_to(const std::string& path) {
 std::vector<std::string> sockets_in(const std::string& folder) {
   std::vector<std::string> paths;
   std::error_code ignored;
+  if (!is_private(folder)) return paths;
   for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
     if (entry.path().extension() == ".sock") paths.push_back(entry.path());
   }
   return paths;
 }
 
+bool is_dead(const std::string& path) { return !connect_to(path) && errno == ECONNREFUSED; }
+
 void remove_stale(const std::string& folder) {
   for (const std::string& path : sockets_in(folder)) {
-    if (!connect_to(path) && errno == ECONNREFUSED) ::unlink(path.c_str());
+    if (is_dead(path)) ::unlink(path.c_str());
   }
+}
+
+[[noreturn]] void throw_no_answer() {
+  throw TimeoutError({.operation = "lockstep"},
+                     "The job's launcher has not answered in 10 s.\nLook whether it is stopped.");
 }
 
 void wait_for(int socket, short events) {
   pollfd one{socket, events, 0};
-  if (::poll(&one, 1, kAnswerMs) > 0) return;
-  throw TimeoutError({.operation = "lockstep"},
-                     "The job's launcher has not answered in 10 s.\nLook whether it is stopped.");
+  if (::poll(&one, 1, kAnswerMs) <= 0) throw_no_answer();
 }
 
 }  // namespace
 
 Control::Control(EventLoop& loop, const std::string& job, Answer answer)
     : loop_(loop), answer_(std::move(answer)) {
-  // Another job that ends may remove the folder in the moment before there is a file in it.
+  // It listens before it has its name: who finds it there can connect. Another job that ends may
+  // remove the folder in the moment before there is a file in it.
   constexpr int kTries = 10;
-  std::string path;
   for (int left = kTries; path_.empty(); --left) {
-    const std::string in = folder();
+    const std::string in = make_folder();
     remove_stale(in);
-    path = path_of(in, job);
-    const sockaddr_un address = address_of(path);
+    const std::string path = path_of(in, job);
+    const std::string unnamed = text::format("{}/{}.new", in, ::getpid());
+    const sockaddr_un address = address_of(unnamed);
+    address_of(path);  // throws, if it is too long
+    ::unlink(unnamed.c_str());
     listener_ = Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (listener_ &&
-        ::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
+    const bool is_there =
+        listener_ &&
+        ::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 &&
+        ::chmod(unnamed.c_str(), 0600) == 0 && ::listen(listener_.get(), kMostWaiting) == 0 &&
+        ::link(unnamed.c_str(), path.c_str()) == 0;
+    const int error = errno;
+    ::unlink(unnamed.c_str());
+    if (is_there) {
       path_ = path;
-    } else if (!listener_ || errno != ENOENT || left == 0) {
+    } else if (!listener_ || error != ENOENT || left == 0) {
+      errno = error;
       throw_errno(text::format("cannot make {}", path),
                   "Another job of this user may have the same --job-id: give each its own.");
     }
-  }
-  if (::chmod(path.c_str(), 0600) != 0 || ::listen(listener_.get(), 8) != 0) {
-    throw_errno(text::format("cannot use {}", path),
-                "Set XDG_RUNTIME_DIR to a folder of your own.");
   }
   loop_.watch(listener_.get(), POLLIN, [this](short) { accept_one(); });
 }
@@ -153,26 +183,33 @@ void Control::accept_one() {
 
 void remove_dead_jobs() noexcept {
   try {
-    const std::string in = folder();
-    remove_stale(in);
-    ::rmdir(in.c_str());             // if no other job has one
-  } catch (const std::exception&) {  // NOLINT: there is no such folder of this user's
+    for (const std::string& in : folders()) {
+      remove_stale(in);
+      if (is_private(in)) ::rmdir(in.c_str());  // if no other job has one
+    }
+  } catch (const std::exception&) {  // NOLINT: there is no memory; they are found later
   }
 }
 
 std::vector<std::string> running_jobs() {
-  const std::string in = folder();
   std::vector<std::string> jobs;
-  for (const std::string& path : sockets_in(in)) {
-    if (connect_to(path)) jobs.push_back(std::filesystem::path(path).stem());
+  for (const std::string& in : folders()) {
+    for (const std::string& path : sockets_in(in)) {
+      if (!is_dead(path)) jobs.push_back(std::filesystem::path(path).stem());
+    }
   }
-  ::rmdir(in.c_str());  // if there is none
   std::ranges::sort(jobs);
   return jobs;
 }
 
 Json ask_job(const std::string& job, const Json& request) {
-  const Fd socket = connect_to(path_of(folder(), job));
+  Fd socket;
+  for (const std::string& in : folders()) {
+    if (!is_private(in)) continue;
+    socket = connect_to(path_of(in, job));
+    if (!socket && errno == EAGAIN) throw_no_answer();
+    if (socket) break;
+  }
   if (!socket) {
     const std::vector<std::string> jobs = running_jobs();
     throw UsageError({.operation = "lockstep"},

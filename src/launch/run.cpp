@@ -26,16 +26,20 @@ constexpr auto kResigning = std::chrono::seconds(2);  // for etcd, whose lease e
 constexpr auto kReading = std::chrono::seconds(5);    // for readers, once told to stop
 constexpr auto kLastWord = std::chrono::seconds(1);   // for them to hear what is not written
 
-// By which people reach this job. Several of its hosts may be one machine: the second one's socket
-// says which host it is.
+// By which people reach this job: its id on the first host, or, if that is elected, on each; with
+// the host on others, which may be on the same machine.
 std::unique_ptr<Control> open_control(EventLoop& loop, const RunOptions& options, std::string& name,
                                       const Control::Answer& answer) {
   name = options.job_id.empty() ? std::to_string(::getppid()) : options.job_id;
+  const std::string with_host = text::format("{}.host{}", name, options.host_rank);
+  if (options.num_hosts > 1 && options.coordinator.empty() && options.host_rank != 0) {
+    name = with_host;
+  }
   try {
     return std::make_unique<Control>(loop, name, answer);
-  } catch (const SystemError&) {
-    if (options.num_hosts == 1) throw;
-    name += text::format(".host{}", options.host_rank);
+  } catch (const SystemError&) {  // a scheduler's id may be that of several jobs
+    name = options.num_hosts > 1 && name != with_host ? with_host
+                                                      : text::format("{}.{}", name, ::getppid());
     return std::make_unique<Control>(loop, name, answer);
   }
 }

@@ -2,9 +2,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "collective/operation.h"
 
@@ -20,7 +22,7 @@ double seconds_since(std::int64_t ns) {
 }
 
 // A wait shorter than this is how a step goes.
-constexpr double kLongWait = 1;
+constexpr double kShownWait = 1;
 
 std::string operation_of(std::int32_t what) {
   if (what == 0) return {};
@@ -39,7 +41,10 @@ std::int64_t resident_bytes(int pid) {
 }  // namespace
 
 void look_at(RankStatus& status, int gauges_fd) {
-  if (status.end.empty()) status.memory_bytes = resident_bytes(status.pid);
+  if (status.end.empty()) {
+    status.memory_bytes = resident_bytes(status.pid);
+    status.is_stopped = is_stopped(status.pid);
+  }
   const auto values = read_gauges(gauges_fd);
   status.has_gauges = values.has_value();
   if (!values) return;
@@ -62,13 +67,16 @@ void look_at(RankStatus& status, int gauges_fd) {
   if (!std::isfinite(values->loss)) status.loss_step = -1;
 }
 
+bool is_late(const RankStatus& status) {
+  return status.steps > 0 && status.since_step_s >= std::max(10 * status.step_s, 5.0);
+}
+
 std::string describe_state(const RankStatus& status) {
   if (!status.end.empty()) return status.end;
+  if (status.is_stopped) return "is stopped (SIGSTOP, or a debugger)";
   if (!status.has_gauges) return "has not joined";
-  if (status.waits_in.empty() || status.waits_s < kLongWait) {
-    // Long after its last step, how long is what matters.
-    const double usual = std::max(10 * status.step_s, 5.0);
-    if (status.steps == 0 || status.since_step_s < usual) return status.doing;
+  if (status.waits_in.empty() || status.waits_s < kShownWait) {
+    if (!is_late(status)) return status.doing;
     return text::format("{}, {:.0f} s after its last step", status.doing, status.since_step_s);
   }
   return text::format("waits {:.1f} s for {} ({})", status.waits_s,

@@ -18,6 +18,7 @@ struct RankStatus {
   std::string host_name = {};
   int pid = 0;
   std::string end = {};  // how it has ended; empty: it lives
+  bool is_stopped = false;
   bool has_gauges = false;
   int rank = -1;  // -1: it has not joined
   int generation = 0;
@@ -36,9 +37,9 @@ struct RankStatus {
   double loss = 0;
   std::int64_t memory_bytes = 0;  // resident
 };
-LOCKSTEP_JSON_FIELDS(RankStatus, number, host, host_name, pid, end, has_gauges, rank, generation,
-                     doing, waits_in, waits_for, waits_s, steps, step_s, since_step_s, stepping_s,
-                     waited_s, bytes, samples, loss_step, loss, memory_bytes)
+LOCKSTEP_JSON_FIELDS(RankStatus, number, host, host_name, pid, end, is_stopped, has_gauges, rank,
+                     generation, doing, waits_in, waits_for, waits_s, steps, step_s, since_step_s,
+                     stepping_s, waited_s, bytes, samples, loss_step, loss, memory_bytes)
 
 struct JobStatus {
   std::string job = {};      // what its socket is called
@@ -56,6 +57,10 @@ LOCKSTEP_JSON_FIELDS(JobStatus, job, program, pid, seconds, num_hosts, generatio
 
 // Fills in what the rank itself has written, and its memory.
 void look_at(RankStatus& status, int gauges_fd);
+
+// Whether its last step is so long ago that something must be wrong, or the program does something
+// else.
+bool is_late(const RankStatus& status);
 
 // "waits 3.2 s for rank 2 (all_reduce)", "backward", "was killed by signal 9 (Killed)".
 std::string describe_state(const RankStatus& status);

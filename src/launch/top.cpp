@@ -9,7 +9,7 @@
 namespace lockstep {
 namespace {
 
-constexpr double kLongWait = 10;
+constexpr double kBadWait = 10;
 
 // Of a rank, over the time between two looks.
 struct Rates {
@@ -30,36 +30,28 @@ const RankStatus* find(const std::vector<RankStatus>& all, const RankStatus& wan
   return found == all.end() ? nullptr : &*found;
 }
 
-Rates rates_of(const RankStatus& now, const RankStatus* before, double seconds) {
+// Of the steps between two looks; if there were none, of all.
+Rates rates_of(const RankStatus& now, const RankStatus* before) {
   static const RankStatus kNone;
-  const RankStatus& then = before != nullptr ? *before : kNone;
+  const bool has_stepped = before != nullptr && now.stepping_s > before->stepping_s;
+  const RankStatus& then = has_stepped ? *before : kNone;
   Rates rates;
-  const auto steps = static_cast<double>(now.steps - then.steps);
   const double stepping = now.stepping_s - then.stepping_s;
-  if (before != nullptr && seconds > 0) {
-    rates.samples = static_cast<double>(now.samples - then.samples) / seconds;
-  } else if (now.stepping_s > 0) {
-    rates.samples = static_cast<double>(now.samples) / now.stepping_s;
-  }
-  if (steps <= 0 || stepping <= 0) {  // none between the looks: the last one
-    rates.step_s = now.step_s;
-    rates.waiting = now.stepping_s > 0 ? now.waited_s / now.stepping_s : 0;
-  } else {
-    // Steps of the run include those before this process.
-    rates.step_s = before != nullptr ? stepping / steps : now.step_s;
-    rates.waiting = (now.waited_s - then.waited_s) / stepping;
-  }
-  rates.waiting = std::clamp(rates.waiting, 0.0, 1.0);
+  if (stepping <= 0) return rates;
+  // Steps of the run include those before this process.
+  rates.step_s = has_stepped ? stepping / static_cast<double>(now.steps - then.steps) : now.step_s;
+  rates.waiting = std::clamp((now.waited_s - then.waited_s) / stepping, 0.0, 1.0);
   rates.work_s = rates.step_s * (1 - rates.waiting);
+  rates.samples = static_cast<double>(now.samples - then.samples) / stepping;
   return rates;
 }
 
-// A command line may be long.
-std::string program_of(const JobStatus& job) {
-  constexpr std::size_t kMost = 60;
-  const std::string text = printable(job.program);
-  return text.size() <= kMost ? text : text.substr(0, kMost - 3) + "...";
+std::string cut(const std::string& text, std::size_t most) {
+  return text.size() <= most ? text : text.substr(0, most - 3) + "...";
 }
+
+// A command line may be long.
+std::string program_of(const JobStatus& job) { return cut(printable(job.program), 60); }
 
 std::string duration_of(double seconds) {
   if (seconds < 60) return text::format("{:.0f} s", seconds);
@@ -104,6 +96,8 @@ std::vector<std::string> head_of(const JobStatus& job, const std::vector<Row>& r
   std::vector<double> step_s;
   double waiting = 0;
   double samples = 0;
+  double since_step_s = -1;  // of the rank that has stepped last
+  bool are_late = true;
   for (const Row& row : rows) {
     const RankStatus& its = *row.status;
     if (!its.end.empty()) continue;
@@ -114,6 +108,8 @@ std::vector<std::string> head_of(const JobStatus& job, const std::vector<Row>& r
     }
     samples += row.rates.samples;
     if (row.rates.step_s == 0) continue;
+    are_late = are_late && is_late(its);
+    since_step_s = since_step_s < 0 ? its.since_step_s : std::min(since_step_s, its.since_step_s);
     step_s.push_back(row.rates.step_s);
     waiting += row.rates.waiting;
   }
@@ -122,13 +118,15 @@ std::vector<std::string> head_of(const JobStatus& job, const std::vector<Row>& r
       job.num_hosts, job.num_hosts == 1 ? "" : "s", num_alive, num_alive == 1 ? "" : "s",
       std::max(job.generation, 0), duration_of(job.seconds))};
   std::vector<std::string> facts = {text::format("step {}", steps)};
-  if (!step_s.empty()) {
+  if (!step_s.empty() && are_late) {
+    facts.push_back(text::format("no step for {}", duration_of(since_step_s)));
+  } else if (!step_s.empty()) {
     const double usual = median_of(step_s);
     facts.push_back(text::format("{:.{}f} steps/s", 1 / usual, usual > 0.1 ? 2 : 0));
     facts.push_back(
         text::format("waiting {:.0f} %", 100 * waiting / static_cast<double>(step_s.size())));
+    if (samples > 0) facts.push_back(text::format("{:.0f} samples/s", samples));
   }
-  if (samples > 0) facts.push_back(text::format("{:.0f} samples/s", samples));
   if (with_loss != nullptr) facts.push_back(text::format("loss {:.4g}", with_loss->loss));
   if (const std::string slowest = slowest_of(rows); !slowest.empty()) facts.push_back(slowest);
   head.push_back(text::join(facts, "   "));
@@ -136,37 +134,37 @@ std::vector<std::string> head_of(const JobStatus& job, const std::vector<Row>& r
   return head;
 }
 
-constexpr const char* kLine = "{:>5} {:<16} {:>8}  {:<40} {:>9} {:>9} {:>8} {:>10} {:>9}";
+// What matters most is within 80 columns.
+constexpr const char* kLine = "{:>4} {:<10} {:<37} {:>8} {:>8} {:>7} {:>9} {:>8} {:>8}";
 
 TopLine line_of(const Row& row) {
   const RankStatus& its = *row.status;
   const bool has_steps = row.rates.step_s > 0;
-  std::string host = text::format("{} {}", its.host, printable(its.host_name));
-  if (host.size() > 16) host.resize(16);
-  std::string state = describe_state(its);
-  if (state.size() > 40) state.resize(40);
+  const bool has_rate = row.rates.samples > 0 && !is_late(its);
   TopLine line;
-  line.text = text::format(kLine, its.rank < 0 ? "-" : std::to_string(its.rank), host, its.pid,
-                           state, its.steps, ms_of(row.rates.step_s),
+  line.text = text::format(kLine, its.rank < 0 ? "-" : std::to_string(its.rank),
+                           cut(text::format("{} {}", its.host, printable(its.host_name)), 10),
+                           cut(describe_state(its), 37), its.steps, ms_of(row.rates.step_s),
                            has_steps ? text::format("{:.0f} %", 100 * row.rates.waiting) : "-",
-                           row.rates.samples > 0 ? text::format("{:.0f}", row.rates.samples) : "-",
-                           memory_of(its.memory_bytes));
-  line.is_bad = (!its.end.empty() && its.end != "exited with code 0") || its.waits_s > kLongWait;
+                           has_rate ? text::format("{:.0f}", row.rates.samples) : "-",
+                           memory_of(its.memory_bytes), its.pid);
+  line.is_bad = (!its.end.empty() && its.end != "exited with code 0") || its.waits_s > kBadWait;
   return line;
 }
 
 }  // namespace
 
-TopView view_of(const Look& now, const std::optional<Look>& before, const TopOptions& options) {
+TopView view_of(const JobStatus& now, const std::optional<JobStatus>& before,
+                const TopOptions& options) {
   std::vector<Row> rows;
-  for (const RankStatus& one : now.job.ranks) {
-    const RankStatus* const then = before ? find(before->job.ranks, one) : nullptr;
-    rows.push_back({&one, rates_of(one, then, before ? now.seconds - before->seconds : 0)});
+  for (const RankStatus& one : now.ranks) {
+    const RankStatus* const then = before ? find(before->ranks, one) : nullptr;
+    rows.push_back({&one, rates_of(one, then)});
   }
   TopView view;
-  view.head = head_of(now.job, rows);
-  view.columns = text::format(kLine, "rank", "host", "pid", "state", "step", "ms/step", "waiting",
-                              "samples/s", "memory");
+  view.head = head_of(now, rows);
+  view.columns = text::format(kLine, "rank", "host", "state", "step", "ms/step", "waiting",
+                              "samples/s", "memory", "pid");
   // Each begins with those that matter.
   const auto key = [&](const Row& row) {
     switch (options.sort) {

@@ -10,12 +10,6 @@
 
 namespace lockstep {
 
-// One look at a job, and when.
-struct Look {
-  JobStatus job = {};
-  double seconds = 0;  // of any clock
-};
-
 enum class TopSort { kRank, kHost, kWork, kWaiting, kMemory };
 
 struct TopOptions {
@@ -35,7 +29,8 @@ struct TopView {
 };
 
 // `before`: an earlier look; without one, rates are those of the whole run.
-TopView view_of(const Look& now, const std::optional<Look>& before, const TopOptions& options);
+TopView view_of(const JobStatus& now, const std::optional<JobStatus>& before,
+                const TopOptions& options);
 
 // All of it, for who has no terminal.
 std::string to_text(const TopView& view);

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/text.h"
@@ -25,12 +26,19 @@ using Clock = std::chrono::steady_clock;
 
 // Between the two looks where there is no terminal.
 constexpr auto kMoment = std::chrono::milliseconds(500);
+// For other hosts to answer the first one.
+constexpr auto kOtherHosts = std::chrono::milliseconds(300);
 
-Look look_at_job(const std::string& job) {
-  Look look;
-  look.job = ask_job(job, {{"ask", "status"}}).get<JobStatus>();
-  look.seconds = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-  return look;
+JobStatus look_at_job(const std::string& job) {
+  return ask_job(job, {{"ask", "status"}}).get<JobStatus>();
+}
+
+// The first host answers at once, with what the others said when they were asked before.
+JobStatus look_at_all_hosts(const std::string& job) {
+  JobStatus status = look_at_job(job);
+  if (status.num_hosts == 1) return status;
+  std::this_thread::sleep_for(kOtherHosts);
+  return look_at_job(job);
 }
 
 // The one that runs, if there is one.
@@ -179,12 +187,13 @@ std::optional<TopView> watch(const std::string& job, std::chrono::milliseconds e
   Screen screen;
   TopOptions options;
   bool is_paused = false;
-  std::optional<Look> before;
-  Look now = look_at_job(job);
-  auto next = Clock::now() + std::chrono::milliseconds(200);  // other hosts have answered then
+  std::optional<JobStatus> before;
+  JobStatus now = look_at_all_hosts(job);
+  std::string problem;
+  auto next = Clock::now() + every;
   while (true) {
     const TopView view = view_of(now, before, options);
-    screen.draw(view, options, is_paused ? "paused: press p to go on" : "");
+    screen.draw(view, options, is_paused ? "paused: press p to go on" : problem);
     const auto wait = std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now());
     const int key = screen.key(is_paused ? every : wait);
     if (key != ERR) {
@@ -192,14 +201,16 @@ std::optional<TopView> watch(const std::string& job, std::chrono::milliseconds e
       continue;
     }
     if (is_paused) continue;
-    next = Clock::now() + every;
     try {
-      Look fresh = look_at_job(job);
-      before = std::move(now);
-      now = std::move(fresh);
+      JobStatus fresh = look_at_job(job);
+      before = std::exchange(now, std::move(fresh));
+      problem.clear();
+    } catch (const TimeoutError& error) {  // it may only be stopped
+      problem = error.message().substr(0, error.message().find('\n'));
     } catch (const Error&) {  // the job has ended
       return view;
     }
+    next = Clock::now() + every;
   }
 }
 
@@ -214,7 +225,7 @@ int run_top(const std::string& job, double every_s) {
     }
     return 0;
   }
-  const Look before = look_at_job(name);
+  const JobStatus before = look_at_all_hosts(name);
   std::this_thread::sleep_for(kMoment);
   text::print("{}", to_text(view_of(look_at_job(name), before, {})));
   return 0;
@@ -224,7 +235,7 @@ int print_jobs() {
   std::vector<JobStatus> jobs;
   for (const std::string& name : running_jobs()) {
     try {
-      jobs.push_back(look_at_job(name).job);
+      jobs.push_back(look_at_all_hosts(name));
     } catch (const Error&) {  // NOLINT: it has just ended
     }
   }

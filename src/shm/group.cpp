@@ -278,9 +278,13 @@ void Group::show_wait(GaugeWait& wait, const Request& request, TimePoint since) 
     return wait.show(kWaitsForMessage, peers_.global_rank(message->message.peer), since);
   }
   const auto kind = static_cast<const OperationRequest&>(request).operation.kind;
-  const std::vector<int> missing = missing_ranks();
-  wait.show(1 + static_cast<std::int32_t>(kind),
-            missing.empty() ? -1 : peers_.global_rank(missing.front()), since);
+  // Who has retired its last piece has done its part.
+  const std::uint64_t last = pieces_.last_of(static_cast<const PendingOperation&>(request));
+  int missing = -1;
+  for (const int peer : missing_ranks()) {
+    if (missing < 0 && peers_.control(peer).retired.load() < last) missing = peer;
+  }
+  wait.show(1 + static_cast<std::int32_t>(kind), peers_.global_rank(missing), since);
 }
 
 int Group::first_missing() {

@@ -290,7 +290,7 @@ std::shared_ptr<World::State> World::join_as(const JoinOptions& options, const P
   state->context.connect_timeout = options.join_timeout;
   const auto gauges = Gauges::of_process();
   gauges->set_place(placement.rank, placement.size, placement.generation);
-  gauges->set(Doing::kComputing);
+  if (!before) gauges->set(Doing::kComputing);  // else Elastic knows when it is
   if (!before) announce(log, context, choice);
   return state;
 }

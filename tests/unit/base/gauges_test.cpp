@@ -26,6 +26,7 @@ TEST_F(GaugesTest, TheLauncherReadsWhatARankWrites) {
   const auto gauges = Gauges::of_process();
   EXPECT_EQ(read().doing, Doing::kStarting);
   EXPECT_EQ(read().loss_step, -1);
+  EXPECT_EQ(read().rank, -1);
   gauges->set_place(3, 4, 2);
   gauges->set(Doing::kBackward);
   gauges->add_samples(5);
