@@ -218,7 +218,7 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
   auto last_check = start;
   auto spin_until = start + options_.spin;
   bool has_warned = false;
-  std::optional<Clock::time_point> ended_at;  // somebody is lost
+  auto ended_at = Clock::time_point::max();  // since then somebody is known to be lost
   while (true) {
     bool has_moved = false;
     for (int look = 0; look < num_looks_ && !has_moved; ++look) {
@@ -241,16 +241,12 @@ bool Group::wait_locked(const Request& request, TimePoint until) {
     if (progress(true)) continue;
     if (is_done(request)) return true;
     const bool has_ended = options_.has_ended && options_.has_ended();
-    if (!has_ended) {
-      ended_at.reset();
-    } else if (!ended_at) {
-      ended_at = now;
-    }
+    ended_at = has_ended ? std::min(ended_at, now) : Clock::time_point::max();
     if (now - last_check >= kPeerCheckInterval || has_ended) {
       board_wait.look(now - start, [&] { return activity_of(request); });
       check_peers_of(request);
       last_check = now;
-      if (ended_at && now - *ended_at >= kGraceOfEnded) {
+      if (now >= ended_at && now - ended_at >= kGraceOfEnded) {
         collective::throw_ended(activity_of(request), peers_.my_global_rank());
       }
     }
