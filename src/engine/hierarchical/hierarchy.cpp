@@ -21,8 +21,8 @@ constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50);
 // When a connection breaks or a message is late, others often know more, and are about to tell it.
 constexpr auto kPatience = std::chrono::milliseconds(500);
 
-// How long a wait goes on that began before a rank was lost, or after: those who live may have left
-// for the next generation.
+// How long a wait goes on when a rank was lost: those who live may have left for the next
+// generation, or they may be about to complete it.
 constexpr auto kGraceOfEnded = std::chrono::seconds(2);
 
 // A worker waits for a message until it comes, or the wire ends.
@@ -117,6 +117,7 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
   auto next_check = Clock::now() + kPeerCheckInterval;
   shm::neighbours::Looks looks;
   GaugeWait shown(gauges_.get());
+  auto ended_at = Clock::time_point::max();  // since then somebody is known to be lost
   const MutexLock lock(mutex_);
   while (!request.is_done) {
     throw_if_failed();
@@ -129,7 +130,9 @@ bool Hierarchy::wait_until(const Request& request, TimePoint until) {
     if (now < next_check) continue;
     next_check = now + kPeerCheckInterval;
     show_wait(shown, request, start);
-    check_wait(request, until == kNoLimit ? now - start : Clock::duration::zero(), board_wait);
+    ended_at = has_ended_ && has_ended_() ? std::min(ended_at, now) : Clock::time_point::max();
+    check_wait(request, until == kNoLimit ? now - start : Clock::duration::zero(),
+               now - std::min(ended_at, now), board_wait);
   }
   return true;
 }
@@ -147,9 +150,9 @@ void Hierarchy::show_wait(GaugeWait& wait, const Request& request, TimePoint sin
 
 // On the thread of a caller that waits, and not for the first time.
 void Hierarchy::check_wait(const Request& request, Clock::duration waited,
-                           shm::BoardWait& board_wait) {
+                           Clock::duration since_end, shm::BoardWait& board_wait) {
   try {
-    if (has_ended_ && has_ended_() && waited >= kGraceOfEnded) {
+    if (since_end >= kGraceOfEnded) {
       const auto* task = dynamic_cast<const Task*>(&request);
       collective::throw_ended(
           task != nullptr ? task->operation.activity() : Activity{"message", "a message"},

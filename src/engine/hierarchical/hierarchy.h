@@ -63,8 +63,10 @@ class Hierarchy final : public collective::Runner {
       LOCKSTEP_EXCLUDES(mutex_);
   void throw_what_others_know(const Activity& activity);
   void interrupt(std::exception_ptr cause) LOCKSTEP_REQUIRES(mutex_);
+  // `since_end`: how long it is known that a rank is lost.
   void check_wait(const collective::Request& request, std::chrono::steady_clock::duration waited,
-                  shm::BoardWait& board_wait) LOCKSTEP_EXCLUDES(mutex_);
+                  std::chrono::steady_clock::duration since_end, shm::BoardWait& board_wait)
+      LOCKSTEP_EXCLUDES(mutex_);
   void show_wait(GaugeWait& wait, const collective::Request& request, TimePoint since)
       LOCKSTEP_EXCLUDES(mutex_);
   void check_peers(const Activity& activity);
