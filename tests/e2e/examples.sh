@@ -24,17 +24,15 @@ done
 check "weights 1.00 2.00 3.00 4.00" "$examples/elastic" 1500 "$work/elastic"
 # One of its ranks is killed, and the weights are the same.
 rm -rf "$work/elastic"
-whole=$("$examples/elastic" 1500 "$work/elastic" | grep -o 'weights .*)') || die "elastic failed"
+whole=$("$examples/elastic" 5000 "$work/elastic" | grep -o 'weights .*)') || die "elastic failed"
 rm -rf "$work/elastic"
-"$build/bin/lockstep" run -n 3 --elastic -- "$examples/elastic" 1500 "$work/elastic" >"$work/log" 2>&1 &
+"$build/bin/lockstep" run -n 3 --elastic --job-id "e2e-$$" -- "$examples/elastic" 5000 "$work/elastic" >"$work/log" 2>&1 &
 job=$!
-for _ in $(seq 100); do
-  ranks=$(pgrep -f "^$examples/elastic 1500 $work/elastic\$" | wc -l)
-  [ "$ranks" = 3 ] && break
+for _ in $(seq 300); do  # until it trains
+  "$build/bin/lockstep" top "e2e-$$" 2>/dev/null | grep -q ' steps/s ' && break
   sleep 0.1
 done
-sleep 1.5
-kill -9 "$(pgrep -n -f "^$examples/elastic 1500 $work/elastic\$")"
+kill -9 "$(pgrep -n -f "^$examples/elastic 5000 $work/elastic\$")"
 wait $job || die "elastic: $(cat "$work/log")"
 grep -q "2 ranks go on" "$work/log" || die "no rank was lost: $(cat "$work/log")"
 grep -qF "$whole" "$work/log" || die "other weights than $whole: $(cat "$work/log")"

@@ -90,6 +90,18 @@ inline int last_step(const std::string& folder) {
   return last;
 }
 
+// The processes of a job that train.
+inline std::vector<pid_t> trainers_of(const Job& job) {
+  std::vector<pid_t> found;
+  for (const pid_t pid : job.processes()) {
+    std::ifstream command("/proc/" + std::to_string(pid) + "/cmdline");
+    std::string name;
+    std::getline(command, name, '\0');
+    if (name == LOCKSTEP_ELASTIC_TRAINER) found.push_back(pid);
+  }
+  return found;
+}
+
 // From the second step on, all ranks are where losses are survived. Throws std::runtime_error.
 inline void wait_for_step(const std::string& folder, int step) {
   const auto limit = std::chrono::steady_clock::now() + kDeadline;

@@ -267,13 +267,7 @@ TEST(ElasticRandomKill, EveryRunEndsWithTheSameWeights) {
       if (in_this_run == 0) wait_for_step(folder.path(), 2);
       std::this_thread::sleep_for(std::chrono::milliseconds(100) +
                                   std::chrono::microseconds(pick(400'000)));
-      std::vector<pid_t> ranks;
-      for (const pid_t pid : job.processes()) {
-        std::ifstream command(text::format("/proc/{}/cmdline", pid));
-        std::string name;
-        std::getline(command, name, '\0');
-        if (name == LOCKSTEP_ELASTIC_TRAINER) ranks.push_back(pid);
-      }
+      const std::vector<pid_t> ranks = trainers_of(job);
       if (ranks.size() < 2 || has(job.out(), "weights ")) break;
       ::kill(ranks[static_cast<std::size_t>(pick(static_cast<int>(ranks.size())))], SIGKILL);
     }

@@ -50,17 +50,6 @@ class TopOfJobs : public testing::Test {
   const Folder folder_;
 };
 
-std::vector<pid_t> trainers(const Job& job) {
-  std::vector<pid_t> found;
-  for (const pid_t pid : job.processes()) {
-    std::ifstream command(text::format("/proc/{}/cmdline", pid));
-    std::string name;
-    std::getline(command, name, '\0');
-    if (name == LOCKSTEP_ELASTIC_TRAINER) found.push_back(pid);
-  }
-  return found;
-}
-
 TEST_F(TopOfJobs, ShowsARunningJob) {
   const auto job = start("one");
   wait_for_step(folder_.path(), 20);
@@ -88,7 +77,7 @@ TEST_F(TopOfJobs, ShowsARunningJob) {
 TEST_F(TopOfJobs, SaysWhoHangsAndWhoWaits) {
   const auto job = start("two");
   wait_for_step(folder_.path(), 20);
-  const std::vector<pid_t> ranks = trainers(*job);
+  const std::vector<pid_t> ranks = trainers_of(*job);
   ASSERT_EQ(ranks.size(), 2U);
   ::kill(ranks[1], SIGSTOP);
   wait_for("two", "is stopped (SIGSTOP");
