@@ -5,6 +5,7 @@
 
 #include <csignal>
 #include <memory>
+#include <random>
 #include <thread>
 
 #include "base/text.h"
@@ -104,6 +105,49 @@ TEST(ElasticHosts, AShardedModelIsTakenFromAnotherHost) {
   EXPECT_EQ(hosts.job(0).wait().code, 0) << hosts.job(0).err();
   EXPECT_EQ(hosts.job(1).wait().code, 0) << hosts.job(1).err();
   EXPECT_EQ(result_of(hosts.job(0).out()), expected("gpt", 60)) << hosts.job(0).err();
+}
+
+// Ranks of both hosts are killed, at any moment.
+TEST(ElasticHostsRandomKill, EveryRunEndsWithTheSameWeights) {
+  const int kills = soak(6, 90);
+  std::mt19937 random(static_cast<unsigned>(kills));
+  const auto pick = [&](int count) {
+    return std::uniform_int_distribution<int>(0, count - 1)(random);
+  };
+  const std::vector<std::string> models = {"mlp", "cnn", "gpt"};
+  const std::vector<std::string> shards = {"none", "gradients", "optimizer"};
+  constexpr int kSteps = 400;
+  for (int killed = 0, run = 0; killed < kills; ++run) {
+    const std::string model = models[static_cast<std::size_t>(run) % 3];
+    const std::string shard = shards[static_cast<std::size_t>(run / 3 + run) % 3];
+    SCOPED_TRACE(model + ", shard " + shard + ", run " + std::to_string(run));
+    const Folder folder;
+    TwoHosts hosts(folder, model, kSteps, "2", {"shard=" + shard, "sleep=5"});
+    wait_for_step(folder.path(), 2);
+    int in_this_run = 0;
+    for (; in_this_run < 3; ++in_this_run) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200 + pick(600)));
+      std::vector<pid_t> ranks = trainers_of(hosts.job(0));
+      const std::vector<pid_t> others = trainers_of(hosts.job(1));
+      ranks.insert(ranks.end(), others.begin(), others.end());
+      if (ranks.size() < 3 || has(hosts.job(0).out() + hosts.job(1).out(), "weights ")) break;
+      ::kill(ranks[static_cast<std::size_t>(pick(static_cast<int>(ranks.size())))], SIGKILL);
+    }
+    for (int host = 0; host < 2; ++host) {
+      int code = -1;
+      try {
+        code = hosts.job(host).wait().code;
+      } catch (const std::exception&) {  // it hangs
+      }
+      ASSERT_EQ(code, 0) << hosts.job(0).err() << hosts.job(1).err();
+      EXPECT_TRUE(hosts.job(host).processes().empty());
+      EXPECT_TRUE(hosts.job(host).left_files().empty());
+    }
+    ASSERT_EQ(result_of(hosts.job(0).out() + hosts.job(1).out()), expected(model, kSteps))
+        << hosts.job(0).err() << hosts.job(1).err();
+    ASSERT_TRUE(has_each_sample_once(folder, kSteps)) << hosts.job(0).err();
+    killed += std::max(in_this_run, 1);
+  }
 }
 
 TEST(ElasticHosts, ALostHostIsReplaced) {

@@ -241,7 +241,7 @@ TEST(ElasticScale, RanksComeAndLeaveAtTheEndOfAStep) {
   EXPECT_FALSE(has(job.err(), "is done again"))
       << job.err();  // nothing is lost by a planned change
   EXPECT_TRUE(has_each_sample_once(folder, 700));
-  EXPECT_TRUE(has(run_job({"scale", name}, its).err, "There is no elastic job"));
+  EXPECT_TRUE(has(run_job({"scale", name}, its).err, "There is no job"));
 }
 
 // Ranks are killed from outside, at any moment.

@@ -58,7 +58,7 @@ void Hierarchy::leave() noexcept {
     const MutexLock lock(mutex_);
     if (is_ending_) return;
     is_ending_ = true;
-    if (!queue_.empty()) interrupt(collective::world_has_ended(global_rank(rank())));
+    if (!queue_.empty()) interrupt(why_left());
   }
   changed_.notify_all();
   thread_.join();
@@ -73,6 +73,17 @@ void Hierarchy::leave() noexcept {
   wire_.interrupt();
   if (!has_failed) wire_.leave(std::nullopt);
   local_->leave();
+}
+
+// In the middle of an operation. Of an elastic job it is no mistake if somebody is lost.
+std::exception_ptr Hierarchy::why_left() const {
+  const int rank = global_rank(layout_.rank);
+  if (!has_ended_ || !has_ended_()) return collective::world_has_ended(rank);
+  try {
+    collective::throw_ended(queue_.front()->operation.activity(), rank);
+  } catch (...) {
+    return std::current_exception();
+  }
 }
 
 std::shared_ptr<Request> Hierarchy::start(collective::Operation operation) {

@@ -71,6 +71,7 @@ class Hierarchy final : public collective::Runner {
       LOCKSTEP_EXCLUDES(mutex_);
   void check_peers(const Activity& activity);
   void throw_if_failed() const LOCKSTEP_REQUIRES(mutex_);
+  std::exception_ptr why_left() const LOCKSTEP_REQUIRES(mutex_);
   void check(const collective::Message& message) const;
   bool take_waiter(MessageTask& task) LOCKSTEP_EXCLUDES(mutex_);
   void wait_by_worker(MessageTask& task) LOCKSTEP_EXCLUDES(mutex_);
